@@ -217,7 +217,7 @@ $(DOCS)/.ready: setup.cfg | python
 docs: $(DOCS)/.ready
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
-# Every command and block of every page, each page in a folder of its own, in an order of the day; make test leaves out four of the six slow pages.
+# Every command and block of every page, each page in a folder of its own, in an order of the day; make test leaves out most of the six slow pages.
 test-docs: $(READY)
 	$(BIN)/python -m pytest tests/docs --all $(PYTEST_FLAGS)
 

@@ -13,8 +13,35 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sft.parallel.branches import Branches
+
 if TYPE_CHECKING:
     import torch  # takes a second, which errors about data need not wait for
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """Several texts that begin with the same tokens, such as a chat rendered for each of its turns, stored once.
+
+    Texts are paths of a tree, whose documents are stored one after the other, a parent before its branches.
+
+    starts        int64 [documents + 1], boundaries of the documents in the sample's tokens
+    branches      the parents of the documents
+    ends          int64 [texts, 2], the document in which each text ends, and the number of its tokens in the text
+    spans         int64 [spans, 3]: text, start, stop.  The text supervises tokens[start:stop] of the sample
+    span_weights  float32 [spans], above 0, weight of the span's tokens
+    """
+
+    starts: np.ndarray
+    branches: Branches
+    ends: np.ndarray
+    spans: np.ndarray
+    span_weights: np.ndarray
+
+    @property
+    def num_rendered(self) -> int:
+        """Number of tokens of all texts together, as if each was stored by itself."""
+        return int((self.branches.depths[self.ends[:, 0]] + self.ends[:, 1]).sum())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,19 +49,38 @@ class Sample:
     """One tokenised conversation.
 
     tokens   int32 [n]
-    weights  float32 [n], above 0 for supervised tokens: the assistant's text and its end-of-turn token
+    weights  float32 [n], above 0 for supervised tokens: the assistant's text and its end-of-turn token.  With a tree,
+             the sum of the weights that all texts give to a token
     source   index of the sample's source in data.train, or of its data file
+    tree     None: the tokens are one text
     """
 
     sample_id: int
     tokens: np.ndarray
     weights: np.ndarray
     source: int = 0
+    tree: Tree | None = None
 
     @property
     def num_supervised(self) -> int:
         """Number of supervised labels.  A document's first token is never a label."""
         return int(np.count_nonzero(self.weights[1:]))
+
+
+@dataclass(frozen=True, eq=False)
+class BranchTargets:
+    """Targets of tokens that have another target already: the first tokens of further branches.
+
+    rows     index of the token before the branch
+    labels   the branch's first token
+    weights  float32, above 0, weight of the label in the loss
+    counts   int32, number of texts that supervise the label
+    """
+
+    rows: np.ndarray
+    labels: np.ndarray
+    weights: np.ndarray
+    counts: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +96,21 @@ class Pack:
         cu_seqlens   0 4 8
         lengths      3 2
 
+    With trees (`Tree`), each document of a tree is a document of the pack.  The label of a token is the next token of
+    its document if that is supervised, else the first token of a branch that follows the token.
+
     The first four arrays have shape [t], where t counts padded tokens: int32, int32, float32, int32.
     cu_seqlens  int32 [num_documents + 1], padded boundaries
     lengths     int32 [num_documents], real lengths; 0 marks a filler document
     sources     int32 [num_documents], index of each document's source; 0 for a filler document
-    sample_ids  the sample of each real document, in order
+    sample_ids  the samples, in order; each has one document, or those of its tree
+
+    These are None in a pack without trees:
+    branches       the parents of the documents
+    firsts         int64 [documents], index of the first document of each document's sample
+    texts          int64 [texts, 2], the document in which each text ends, and the number of its tokens in the text
+    label_counts   int32 [t], number of texts that supervise the label
+    further        further targets of tokens before a branch; rows are indices in the pack
     """
 
     tokens: np.ndarray
@@ -65,6 +121,11 @@ class Pack:
     lengths: np.ndarray
     sources: np.ndarray
     sample_ids: tuple[int, ...]
+    branches: Branches | None = None
+    firsts: np.ndarray | None = None
+    texts: np.ndarray | None = None
+    label_counts: np.ndarray | None = None
+    further: BranchTargets | None = None
 
     @property
     def loss_mask(self) -> np.ndarray:
@@ -89,8 +150,12 @@ class Pack:
 
     @property
     def max_seqlen(self) -> int:
-        """Length of the longest padded document.  With the pack's length, RoPE would not restart in each document."""
-        return int(np.diff(self.cu_seqlens).max())
+        """Length of the longest padded document, with the tokens before a branch.
+
+        With the pack's length, RoPE would not restart in each document.
+        """
+        depths = 0 if self.branches is None else self.branches.depths
+        return int((np.diff(self.cu_seqlens) + depths).max())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,15 +174,21 @@ class Microbatch:
     second_mask: "torch.Tensor"  # bool [1, t], whether multi-token prediction predicts the second label
     documents: "torch.Tensor"  # int32 [1, t], index of each token's document in the pack
     cu_seqlens: "torch.Tensor"  # int32 [num_documents + 1], padded boundaries, filler documents included
-    max_seqlen: int  # length of the longest padded document
+    max_seqlen: int  # length of the longest padded document, with the tokens before a branch
     lengths: np.ndarray  # int32 [num_documents], real lengths; 0 marks a filler document
-    supervised: np.ndarray  # int32 [num_documents], number of supervised labels
+    supervised: np.ndarray  # int32 [num_documents], number of supervised labels; a sample's first document counts all
     sources: np.ndarray  # int32 [num_documents], index of each document's source
-    num_documents: int  # number of documents, without filler documents
+    num_documents: int  # number of samples: documents and trees, without filler documents
     num_real_tokens: int  # number of tokens of samples
     num_aligned_tokens: int  # real tokens and the padding inside documents
     num_tokens: int  # number of supervised labels
     sample_ids: tuple[int, ...]
+    # None in a pack without trees.  The first three are those of the pack; counts and rows of targets are local.
+    branches: Branches | None = None
+    firsts: np.ndarray | None = None
+    texts: np.ndarray | None = None
+    label_counts: "torch.Tensor | None" = None  # int32 [1, t]
+    further: BranchTargets | None = None
 
     @property
     def loss_mask(self) -> "torch.Tensor":
@@ -125,8 +196,48 @@ class Microbatch:
         return self.loss_weights > 0
 
     @property
+    def samples_of_documents(self) -> np.ndarray:
+        """int64 [documents]: the index in `sample_ids` of each document's sample; filler documents have higher ones."""
+        firsts = np.arange(len(self.lengths)) if self.firsts is None else self.firsts
+        return np.unique(firsts, return_inverse=True)[1]
+
+    @property
+    def target_rows(self) -> np.ndarray:
+        """int64 [n + m]: the local row of each target, first those of `labels` and then further ones."""
+        further = [] if self.further is None else [self.further.rows]
+        return np.concatenate([np.flatnonzero(self.loss_weights.numpy()), *further])
+
+    @property
+    def target_counts(self) -> np.ndarray:
+        """int64 [n + m]: number of texts that supervise each target of `target_rows`; 1 without trees."""
+        rows = np.flatnonzero(self.loss_weights.numpy())
+        if self.label_counts is None or self.further is None:
+            return np.ones(len(rows), dtype=np.int64)
+        return np.concatenate([self.label_counts.numpy().ravel()[rows], self.further.counts]).astype(np.int64)
+
+    def denominator(self, kind: str) -> float:
+        """The contribution of this rank's targets to the denominator of the objective.
+
+        kind: `loss.denominator`, "weights" for the sum of their weights, "tokens" for their number
+        """
+        if kind == "weights":
+            import torch
+
+            further = 0.0 if self.further is None else self.further.weights.sum(dtype=np.float64)
+            return float(self.loss_weights.sum(dtype=torch.float64) + further)
+        return float(self.target_counts.sum())
+
+    @property
+    def num_rendered_tokens(self) -> int:
+        """Number of tokens of all texts of the pack, as if each was stored by itself."""
+        if self.branches is None or self.texts is None:
+            return self.num_real_tokens
+        return int((self.branches.depths[self.texts[:, 0]] + self.texts[:, 1]).sum())
+
+    @property
     def is_padding(self) -> "torch.Tensor":
         """bool [1, t]: whether the token is padding, in a real or in a filler document."""
         import torch
 
-        return self.position_ids >= torch.from_numpy(self.lengths)[self.documents]
+        ends = self.lengths if self.branches is None else self.branches.depths + self.lengths
+        return self.position_ids >= torch.from_numpy(ends)[self.documents]

@@ -9,33 +9,48 @@ not contain yet, until the set contains every pair of the grid.
     -> a b c = 1 1 1, 1 2 2, 2 1 2, 2 2 1: 4 cases, 12 pairs
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from itertools import combinations, product
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 
 Case = dict[str, Any]
+Rule = Callable[..., bool]  # its parameters are dimensions, and it says whether their values fit together
 
 
-def all_cases(dimensions: Mapping[str, Sequence[Any]], fits: Callable[[Case], bool]) -> list[Case]:
-    """The grid: every case that fits.  The values of the last dimension change fastest."""
-    cases = (dict(zip(dimensions, values)) for values in product(*dimensions.values()))
-    return [case for case in cases if fits(case)]
+def all_cases(dimensions: Mapping[str, Sequence[Any]], rules: Sequence[Rule]) -> list[Case]:
+    """The grid: every case that fits all rules.  The values of the last dimension change fastest.
+
+    A rule is applied as soon as its dimensions have values: the grid of tests/ranks/layouts.py has 20 million cases
+    without rules, and every process that imports it waits for it.
+    """
+    cases: list[Case] = [{}]
+    waiting = [(rule, tuple(inspect.signature(rule).parameters)) for rule in rules]
+    for name, values in dimensions.items():
+        cases = [{**case, name: value} for case in cases for value in values]
+        ready = [(rule, names) for rule, names in waiting if cases[0].keys() >= {*names}]
+        waiting = [one for one in waiting if one not in ready]
+        cases = [case for case in cases if all(rule(*(case[key] for key in names)) for rule, names in ready)]
+    assert not waiting, waiting
+    return cases
 
 
-def covering_set(dimensions: Mapping[str, Sequence[Any]], fits: Callable[[Case], bool]) -> list[Case]:
+def covering_set(dimensions: Mapping[str, Sequence[Any]], rules: Sequence[Rule] = ()) -> list[Case]:
     """Cases that together contain every pair of values of the grid.  Every call returns the same cases."""
-    cases = all_cases(dimensions, fits)
-    pair_ids: dict[Any, int] = {}
-    held = [
-        [pair_ids.setdefault(pair, len(pair_ids)) for pair in combinations(case.items(), 2)] for case in cases
-    ]  # [cases, pairs of dimensions]: the pair of values that each case has
-    missing = np.full(len(pair_ids), True)
+    cases = all_cases(dimensions, rules)
+    sizes = [len(values) for values in dimensions.values()]
+    places = np.array([[values.index(case[name]) for name, values in dimensions.items()] for case in cases])
+    first = np.cumsum([0, *(sizes[a] * sizes[b] for a, b in combinations(range(len(sizes)), 2))])
+    # [cases, pairs of dimensions]: the number of the pair of values that each case has
+    held = np.stack([places[:, a] * sizes[b] + places[:, b] for a, b in combinations(range(len(sizes)), 2)], axis=1)
+    held += first[:-1]
+    missing = np.zeros(first[-1], dtype=bool)
+    missing[held] = True
     chosen: list[Case] = []
-    pairs = np.array(held)
     while missing.any():
-        best = int(missing[pairs].sum(axis=1).argmax())
-        missing[pairs[best]] = False
+        best = int(missing[held].sum(axis=1).argmax())
+        missing[held[best]] = False
         chosen.append(cases[best])
     return chosen

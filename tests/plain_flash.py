@@ -66,12 +66,13 @@ def _sequences(
 
 
 def _scores(
-    query: Tensor, keys: Tensor, scale: float, num_before: int = -1, softcap: float = 0.0
+    query: Tensor, keys: Tensor, scale: float, num_before: int = -1, softcap: float = 0.0, causal: bool = True
 ) -> tuple[Tensor, Tensor | float]:
-    """The scores [heads, queries, keys] of one sequence with a bottom-right causal mask, and their derivative by the
-    products of queries and keys."""
+    """The scores [heads, queries, keys] of one sequence with a bottom-right causal mask or none, and their derivative
+    by the products of queries and keys."""
+    assert causal or num_before == -1
     distance = torch.arange(len(keys) - len(query), len(keys))[:, None] - torch.arange(len(keys))
-    hidden = (distance < 0) | (distance > (num_before if num_before >= 0 else len(keys)))
+    hidden = ((distance < 0) & causal) | (distance > (num_before if num_before >= 0 else len(keys)))
     scores = torch.einsum("qhd,khd->hqk", _wide(query), _for_each_head(keys, query)) * scale
     slope: Tensor | float = scale
     if softcap:

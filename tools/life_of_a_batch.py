@@ -8,13 +8,11 @@ Two processes train one step with the code of `sft train`: they tokenise, plan, 
 does.  This file holds the chats and the recipe, and formats tensors.  It computes no tensor itself.
 """
 
-import argparse
 import contextlib
-import os
-import re
+import io
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -38,8 +36,8 @@ from sft.recipe.load import load_recipe
 from sft.recipe.tokenizer import tokenizer_of
 from tools.bench import ranks
 from tools.make_tiny_model import make
+from tools.printed_page import DOCS, PrintedPage
 
-PAGE = Path(__file__).resolve().parents[1] / "docs/concepts/life-of-a-batch.md"
 CP = 2
 FILES = {
     "chats.jsonl": """\
@@ -61,7 +59,6 @@ optim: {lr: 1.0e-3, schedule: constant}
 }
 NAMES = {"<|im_start|>": "S", "<|im_end|>": "E", "<|endoftext|>": "."}  # control token -> the letter that stands for it
 LOGGED = ("lm loss", "grad-norm", "tokens/supervised", "tokens/real", "tokens/padded", "padding/tail", "documents")
-_PRINTED = re.compile(r"<!-- printed: (\w+) -->\n```text\n.*?```", re.DOTALL)
 _COLLECTIVES = {"_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter", "allreduce_": "all-reduce"}
 
 
@@ -93,6 +90,10 @@ class Recorder(TorchDispatchMode):
     def until(self, name: str) -> list[str]:
         """The lines up to the first one that begins with `name`.  Later collectives are about weights and metrics."""
         return self.lines[: 1 + next(i for i, line in enumerate(self.lines) if line.startswith(name))]
+
+
+def shown(files: Mapping[str, str]) -> str:
+    return "\n\n".join(f"{name}\n{text.rstrip()}" for name, text in files.items())
 
 
 def row(name: str, values: Iterable[Any], width: int = 4) -> str:
@@ -149,9 +150,8 @@ def whole(session: Session, pack: Pack) -> str:
     )
 
 
-def part(session: Session, mb: Microbatch) -> str:
-    """The part of the pack that this rank holds."""
-    cp_rank = session.groups.cp_rank
+def part(session: Session, mb: Microbatch, cp_rank: int) -> str:
+    """The part of the pack that a rank holds."""
     return "\n".join(
         [
             f"rank {cp_rank}",
@@ -204,10 +204,10 @@ def step(recipe_path: str) -> list[dict[str, str]]:
                 layer.register_forward_hook(recorder.note(f"layer {number}"))
             result = engine.train_step(microbatches)
         record = train_record(1, result, RunFacts.of(s.config, layout, s.data.vocab_size), seconds=1.0)
-        by_rank = all_gather_objects(lambda: (part(s, mb), own), s.groups.control)
+        by_rank = all_gather_objects(lambda: (part(s, mb, s.groups.cp_rank), own), s.groups.control)
         return [
             {
-                "files": "\n\n".join(f"{name}\n{text.rstrip()}" for name, text in FILES.items()),
+                "files": shown(FILES),
                 "samples": samples(s, read),
                 "plan": plan(s, read),
                 "pack": whole(s, pack),
@@ -232,44 +232,29 @@ def _rounded(value: Any) -> Any:
     return round(value, 4) if isinstance(value, float) else value
 
 
-def printed() -> dict[str, str]:
-    """All parts of the page, from a run in a temporary folder."""
+def run(
+    files: Mapping[str, str], step: Callable[[str], list[dict[str, str]]], num_ranks: int = CP
+) -> tuple[dict[str, str], str]:
+    """Writes the files and a tiny model into a temporary folder, prepares the data, and calls `step` with the recipe on
+    each rank.  Returns the parts, and the output of `sft data prepare`."""
     torch.set_num_threads(1)  # a process with more threads must not fork
     with tempfile.TemporaryDirectory(prefix="life-") as folder, contextlib.chdir(folder):
         make(Path("tiny"))
-        for name, text in FILES.items():
+        for name, text in files.items():
             Path(name).write_text(text, encoding="utf-8")
-        with open(os.devnull, "w", encoding="utf-8") as quiet, contextlib.redirect_stdout(quiet):
+        with contextlib.redirect_stdout(io.StringIO()) as output:
             if sft(["data", "prepare", "recipe.yaml"]):
                 raise RuntimeError("sft data prepare failed")
-        (parts,) = ranks.rows_of_rank0(CP, step, "recipe.yaml", start_method="fork")
-        return parts
+        (parts,) = ranks.rows_of_rank0(num_ranks, step, "recipe.yaml", start_method="fork")
+        return parts, output.getvalue()
 
 
-def page(text: str, parts: Mapping[str, str]) -> str:
-    """The page with these parts.  Raises KeyError if the page has a block for an unknown part, and ValueError if it
-    lacks a block for a part."""
-    if missing := parts.keys() - set(_PRINTED.findall(text)):
-        raise ValueError(f"{PAGE} shows no block for {', '.join(sorted(missing))}")
-    return _PRINTED.sub(lambda match: f"<!-- printed: {match[1]} -->\n```text\n{parts[match[1]]}\n```", text)
+def printed() -> dict[str, str]:
+    """All parts of the page."""
+    return run(FILES, step)[0]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the parts into the page")
-    parser.add_argument("--check", action="store_true", help="exit status 1 if the page shows other parts")
-    arguments, parts = parser.parse_args(argv), printed()
-    if not arguments.write and not arguments.check:
-        print("\n\n".join(f"== {name}\n{text}" for name, text in parts.items()))
-        return 0
-    before = PAGE.read_text(encoding="utf-8")
-    after = page(before, parts)
-    if arguments.write:
-        PAGE.write_text(after, encoding="utf-8")
-    elif after != before:
-        print(f"{PAGE.name} is out of date; run: python -m tools.life_of_a_batch --write", file=sys.stderr)
-    return int(arguments.check and after != before)
-
+PAGE = PrintedPage(DOCS / "concepts/life-of-a-batch.md", "tools.life_of_a_batch", printed)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PAGE.main())

@@ -28,8 +28,9 @@ from sft.weights.trained import trained_weights
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "recipes" / "planned"
 RELEASED = ROOT / "tests" / "unit" / "fixtures" / "released"
-GPUS_PER_NODE, HOST_GIB = 8, 1000.0
+GPUS_PER_NODE, HOST_GIB, LARGE_HOST_GIB = 8, 1000.0, 1300.0
 K, M = 2**10, 2**20
+FIVE_M = 5_000_192  # tokens, a multiple of 2 x cp 64; inputs of 32 layers of 8B then take 1,146 GiB of the host
 _LARGE, _TOKENS, _LARGE_TOKENS = 16, M, 4 * M  # from 16 nodes on, a step has 4M tokens instead of 1M
 CONFIGS = {  # name on the hub -> file of RELEASED
     "Qwen/Qwen3-0.6B": "qwen3_0p6b",
@@ -51,10 +52,11 @@ CASES: dict[str, tuple[tuple[int, int, bool], ...]] = {
         *((32 * K, 1, False), (128 * K, 1, False), (256 * K, 4, False), (512 * K, 8, False), (M, 16, False)),
         *((128 * K, 1, True), (M, 4, True), (M, 1, False), (M, 1, True)),
     ),
-    "Qwen/Qwen3-32B": ((128 * K, 4, False), (M, 1, True)),
+    "Qwen/Qwen3-32B": ((128 * K, 4, False), (M, 1, False), (M, 1, True)),
     "meta-llama/Llama-3.1-8B-Instruct": (
         *((64 * K, 1, False), (256 * K, 4, False), (M, 16, False)),
         *((256 * K, 1, True), (512 * K, 4, True), (M, 1, False), (M, 1, True)),
+        (FIVE_M, 1, False),
     ),
     "Qwen/Qwen3-30B-A3B": (
         *((32 * K, 2, False), (128 * K, 4, False), (256 * K, 8, False), (M, 32, False)),
@@ -80,7 +82,12 @@ class Case(NamedTuple):
     def file(self) -> str:
         """The name of the file: qwen3_8b_256k_4n.yaml, llama31_8b_512k_lora_4n.yaml"""
         kind = "_lora" if self.is_lora else ""
-        return f"{slug(self.model)}_{short_count(self.seq_length).lower()}{kind}_{self.nodes}n.yaml"
+        length = "5m" if self.seq_length == FIVE_M else short_count(self.seq_length).lower()
+        return f"{slug(self.model)}_{length}{kind}_{self.nodes}n.yaml"
+
+    @property
+    def host_bytes(self) -> float:
+        return GIB * (LARGE_HOST_GIB if self.seq_length == FIVE_M else HOST_GIB)
 
 
 def cases() -> list[Case]:
@@ -113,7 +120,7 @@ def planned(case: Case) -> str:
             gpus_per_node=GPUS_PER_NODE,
             fabric="ib400",
             constants=constants.assumed(gpu, gpus.fabric("ib400")),
-            host_bytes=HOST_GIB * GIB,
+            host_bytes=case.host_bytes,
         ),
     )
     proposals = Search(task, case.nodes * GPUS_PER_NODE).best(1)

@@ -31,7 +31,7 @@ not measured, with assumed constants.** Memory is that of the fullest GPU, of ab
 numbers of tokens are per second and GPU. YaRN by a large factor is only a start: look at the loss by position. Write
 the recipe anew for other hardware or data: `sft plan --model RECIPE --gpus N --gpu h200 --lengths data --write FILE`.
 `python -m tools.plan_recipes` writes all of them again. In layouts, "weights" or "gradients" is `parallel.shard`,
-"offload" `train.offload_fraction`, and "optimizer" `optim.offload_fraction`.
+"offload" `train.offload_fraction`, "tile" `train.mlp_tile`, and "optimizer" `optim.offload_fraction`.
 """
 
 
@@ -79,7 +79,7 @@ def _layout(keys: dict[str, Any]) -> str:
     """The layout and the keys that save memory, as text: `tp 2, cp 8, selective, offload`."""
     shards = {"shard": "{}", "shard_size": "by {}"}  # "weights, by 8"
     words = [shards.get(name, name + " {}").format(value) for name, value in keys.get("parallel", {}).items()]
-    names = {"recompute": "{}", "offload_fraction": "offload", "mlp_tile": "tile {}"}
+    names = {"recompute": "{}", "offload_fraction": "offload", "mlp_tile": "tile", "head_chunks": "chunks {}"}
     words += [text.format(keys["train"][name]) for name, text in names.items() if name in keys["train"]]
     words += ["optimizer"] if "offload_fraction" in keys["optim"] else []
     return ", ".join(words) or "dp only"

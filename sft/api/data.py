@@ -81,6 +81,6 @@ def _facts(corpus: "Corpus") -> PreparedSet:
         num_samples=len(corpus),
         num_tokens=int(corpus.lengths.sum()),
         num_supervised=int(corpus.num_supervised.sum()),
-        longest=int(corpus.lengths.max()),
+        longest=corpus.longest,
         digest=corpus.digest,
     )

@@ -163,9 +163,9 @@ def _task(model: str, recipe: Recipe, options: PlanOptions) -> "Task":
         from sft.data.cache.prepare import prepare_train
 
         check_paths(recipe)
-        corpus = prepare_train(config, _tokenizer(config), Console(0, sys.stderr)).lengths
-        lengths = Lengths.of_corpus(corpus)
-        tokens = tokens or float(corpus.sum()) * (config.train.num_epochs or 1)
+        corpus = prepare_train(config, _tokenizer(config), Console(0, sys.stderr))
+        lengths = Lengths.of_corpus(corpus.shapes)
+        tokens = tokens or float(corpus.lengths.sum()) * (config.train.num_epochs or 1)
     elif options.lengths is not None:
         lengths = Lengths.read(options.lengths)
     if tokens is None and config.train.num_steps is not None:

@@ -107,7 +107,8 @@ def _check_data(recipe: "Recipe", layout: "Layout", gpu: "Gpu | None") -> None:
     from sft.weights.trained import trained_weights
 
     rows = vocab_rows(recipe.config.model, tokenizer.vocab_size)
-    for name, lines in check_weights(recipe.config, trained_weights(recipe.config, rows), rows).items():
+    trained = trained_weights(recipe.config, rows)
+    for name, lines in check_weights(recipe.config, trained, rows).items():
         print_group(name, lines)
     corpora = prepare_recipe(recipe.config, tokenizer, progress())
     corpus = corpora.pop("train")
@@ -125,11 +126,14 @@ def _check_data(recipe: "Recipe", layout: "Layout", gpu: "Gpu | None") -> None:
     print_group("data", lines)
     lines, warnings = with_data(recipe, layout, corpus, loader, rows)
     print_group("resume", lines)
-    _print_time(recipe, layout, tokenizer.vocab_size, Lengths.of_corpus(corpus.lengths), gpu)
+    lengths = Lengths.of_corpus(corpus.shapes)
+    if gpu is not None:
+        _check_fit(recipe, layout, rows, trained, lengths, gpu)
+    _print_time(recipe, layout, tokenizer.vocab_size, lengths, gpu)
     for name, held_out in corpora.items():
         print_group(name, held_out.summary().splitlines())
     _print_serving(recipe, tokenizer)
-    longest = int(corpus.lengths.max())
+    longest = corpus.longest
     _print_warnings(recipe, warnings, num_steps=num_steps, num_packs=len(plan), longest=longest)
 
 
@@ -143,6 +147,7 @@ def _print_warnings(recipe: "Recipe", others: "Sequence[str]", **length: int | N
 
 def _print_model(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None, gpu: "Gpu | None") -> None:
     """Print the number of parameters and the predicted memory; refuse a recipe that does not fit the GPU."""
+    from sft.estimate.lengths import Lengths
     from sft.estimate.memory import describe
     from sft.layers import kinds
     from sft.layers.flops import describe_parameters, num_parameters
@@ -167,13 +172,15 @@ def _print_model(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None,
     print_group("model", lines)
     print_group("memory", describe(recipe.config, layout, rows, trained))
     if gpu is not None:
-        _check_fit(recipe, layout, rows, trained, gpu)
+        _check_fit(recipe, layout, rows, trained, Lengths.all_of(recipe.config.data.seq_length), gpu)
 
 
-def _check_fit(recipe: "Recipe", layout: "Layout", rows: int, trained: "Trained", gpu: "Gpu") -> None:
+def _check_fit(
+    recipe: "Recipe", layout: "Layout", rows: int, trained: "Trained", lengths: "Lengths", gpu: "Gpu"
+) -> None:
+    """Refuse a recipe that does not fit the GPU with documents of these lengths."""
     from sft.estimate.constants import constants_of
     from sft.estimate.gpus import GIB, HOST_GIB
-    from sft.estimate.lengths import Lengths
     from sft.planner.fit import problem
     from sft.planner.task import Hardware, Task
 
@@ -190,7 +197,7 @@ def _check_fit(recipe: "Recipe", layout: "Layout", rows: int, trained: "Trained"
         config=config,
         vocab_size=rows,
         trained=trained,
-        lengths=Lengths.all_of(config.data.seq_length),
+        lengths=lengths,
         hardware=hardware,
     )
     if paragraph := problem(task, layout):

@@ -65,6 +65,10 @@ class Config(Section):
         """Why attention.backend = auto is portable, also where Transformer Engine could run; None: no reason."""
         if self.attention.backend == "auto" and self.attention.kernels is not None:
             return "attention.kernels names kernels of portable"
+        if self.attention.backend == "auto" and self.data.turns == "each":
+            return "data.turns = each gives documents a common beginning, which Transformer Engine cannot compute"
+        if self.attention.backend == "auto" and self.train.head_chunks is not None:
+            return "train.head_chunks needs portable"
         if self.attention.backend == "auto" and self.model.latent_attention.is_used:
             return "it saves and sends keys and values of all heads, not latents; attention.backend=te uses it"
         return None
@@ -109,8 +113,8 @@ class Config(Section):
                 "says no initial weights, because there is no model.hf; set model.hf to a Hugging Face folder, "
                 "model.init_from to a Megatron checkpoint, or model.init_from=random"
             )
-        no_cuda, fp8, tile = self.run.device == "cpu", self.run.fp8 is not None, self.train.mlp_tile is not None
-        if tile and self.model.moe.num_experts is not None:
+        no_cuda = self.run.device == "cpu"
+        if self.train.mlp_tile is not None and self.model.moe.num_experts is not None:
             yield "train.mlp_tile", "needs a dense model: experts are balanced over whole documents; use null"
         if self.lora.is_used and self.model.moe.bias_update_rate:
             yield "model.moe.bias_update_rate", "changes the model itself, which lora.rank leaves as it is; use 0"
@@ -124,9 +128,11 @@ class Config(Section):
                 "needs run.precision = bf16 and parallel.distributed_optimizer = true, because otherwise "
                 "megatron-core's hybrid optimizer does not update all weights; set both, or offload_fraction = 0"
             )
+        yield from self._conflicts_of_turns()
         if no_cuda and not self.attention.may_be_portable:
             yield "attention.backend", "needs CUDA, and run.device is cpu; use portable or auto"
         yield from self._conflicts_of_kernels()
+        yield from self._conflicts_of_head_chunks()
         yield from self._conflicts_of_gradients()
         if self.attention.delta_rule == "fla" and no_cuda:
             yield "attention.delta_rule", "= fla needs CUDA, and run.device is cpu; use torch or auto"
@@ -140,18 +146,7 @@ class Config(Section):
             yield "parallel.ep_comm", "is not bitwise repeatable; use alltoall, or run.deterministic = false"
         if self.run.precision == "fp32" and self.model.megatron.get(REDUCED_MATMUL):
             yield f"model.megatron.{REDUCED_MATMUL}", "has no effect with run.precision = fp32; use false"
-        if self.run.fp8 == "delayed" and self.train.recompute == "attention_kept":
-            why = (
-                "does not fit run.fp8 = delayed, whose scales Transformer Engine restores in attention that runs again"
-            )
-            yield "train.recompute", f"{why}; use full or selective, or another run.fp8"
-        if fp8 and self.parallel.shard == "weights":
-            yield "parallel.shard", (
-                f"does not fit run.fp8 = {self.run.fp8}, because Transformer Engine keeps 8-bit copies of "
-                "all weights between microbatches; use gradients, or run.fp8 = null"
-            )
-        if fp8 and tile:
-            yield "train.mlp_tile", "does not support fp8; use run.fp8 = null"
+        yield from self._conflicts_of_fp8()
         special = self.model.portable_only
         if special and not self.attention.may_be_portable:
             yield "attention.backend", f"= {self.attention.backend} does not have {special}; use portable or auto"
@@ -160,6 +155,51 @@ class Config(Section):
         yield from self._conflicts_of_modules()
         yield from self._conflicts_of_lora()
         yield from self._conflicts_of_mtp()
+
+    def _conflicts_of_fp8(self) -> Iterator[tuple[str, str]]:
+        if self.run.fp8 == "delayed" and self.train.recompute == "attention_kept":
+            why = (
+                "does not fit run.fp8 = delayed, whose scales Transformer Engine restores in attention that runs again"
+            )
+            yield "train.recompute", f"{why}; use full or selective, or another run.fp8"
+        if self.run.fp8 is not None and self.parallel.shard == "weights":
+            yield "parallel.shard", (
+                f"does not fit run.fp8 = {self.run.fp8}, because Transformer Engine keeps 8-bit copies of "
+                "all weights between microbatches; use gradients, or run.fp8 = null"
+            )
+        if self.run.fp8 is not None and self.train.mlp_tile is not None:
+            yield "train.mlp_tile", "does not support fp8; use run.fp8 = null"
+
+    def _conflicts_of_turns(self) -> Iterator[tuple[str, str]]:
+        if self.data.turns == "chat":
+            return
+        if self.train.mtp != "off":
+            yield "data.turns", (
+                f"does not fit train.mtp = {self.train.mtp}: texts with a common beginning differ in the token "
+                "after the next one; use train.mtp = off, or data.turns = chat"
+            )
+        if not self.attention.may_be_portable:
+            yield "data.turns", (
+                "gives documents a common beginning, which attention.backend = te cannot compute; use portable or "
+                "auto, or data.turns = chat"
+            )
+
+    def _conflicts_of_head_chunks(self) -> Iterator[tuple[str, str]]:
+        """`alignment.misfits` checks that the chunks divide the key heads of a rank."""
+        model = self.model
+        reasons = {
+            "attention.backend = te, which attends to all heads at once": not self.attention.may_be_portable,
+            f"run.fp8 = {self.run.fp8}, whose modules compute whole projections": self.run.fp8 is not None,
+            "model.latent_attention, whose keys are expanded by head groups anyway": model.latent_attention.is_used,
+            "model.linear_attention, whose layers have no key heads to divide": model.linear_attention.is_used,
+            "model.attention_output_gate, which is a third tensor of all heads": model.attention_output_gate,
+            "model.qk_norm_across_heads, which needs all heads of a token": model.qk_norm_across_heads,
+        }
+        if self.train.head_chunks is not None and (present := [reason for reason, is_so in reasons.items() if is_so]):
+            yield "train.head_chunks", (
+                f"does not support {' or '.join(present)}; use null.  A larger parallel.cp or parallel.tp also shrinks "
+                "attention's tensors"
+            )
 
     def _conflicts_of_gradients(self) -> Iterator[tuple[str, str]]:
         """`Layout.resolve` checks the number of microbatches of a step with a fixed cp."""

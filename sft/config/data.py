@@ -95,6 +95,10 @@ class DataConfig(Section):
     """If the chat template leaves out a text of a chat: count and list the text, or stop with an error."""
     supervise: Literal["assistant", "last", "all"] = "assistant"
     """Supervised tokens: all assistant turns, the last assistant turn, or every token.  See docs/concepts/masks.md."""
+    turns: Literal["chat", "each"] = "chat"
+    """chat: a chat is rendered once.  each: it is rendered up to every supervised assistant turn, and each rendering
+    trains its last turn, with its own thinking.  Tokens with which several renderings begin are stored and computed
+    once (docs/concepts/trees.md)."""
     supervise_inserted: bool = True
     """Also supervise text that the template itself puts into an assistant's turn after the prompt, which the model must
     write: an empty <think></think>, harmony's <|channel|>final<|message|>.  false: the masks of sft 0.1."""
@@ -175,6 +179,11 @@ class DataConfig(Section):
                 key, other = ("weight", weighted[0]) if weighted else ("epochs", counted[0])
                 why = f"is missing, but {other} has {key}; give {key.removesuffix('s')}s to all sources, or to none"
                 yield f"train.{name}.{key}", why
+        if self.turns == "each" and self.supervise != "assistant":
+            yield "turns", (
+                f"trains every assistant turn by itself, which clashes with supervise = {self.supervise}; use "
+                "supervise = assistant, or turns = chat"
+            )
         if taken := [
             name for name in self.chat_template_kwargs if name in _OURS or name.endswith(("_token", "_tokens"))
         ]:

@@ -26,6 +26,8 @@ class TrainConfig(Section):
     (attention_kept); whole layers (full)."""
     mlp_tile: Positive | None = None
     """Tokens per tile.  The MLP is computed and recomputed tile by tile; null means all tokens at once."""
+    head_chunks: Positive | None = None
+    """Chunks of heads.  Softmax attention and its projections are computed chunk by chunk; null means at once."""
     offload_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Share of a rank's layers, from the first on, whose activations are offloaded; needs recompute."""
     freeze: list[str] = []
@@ -70,6 +72,9 @@ class LossConfig(Section):
     """Tokens per chunk.  auto: 4096 supervised tokens (fused) or 1024 tokens (chunked).  null: one chunk."""
     reduction: Literal["token", "sample", "sqrt"] = "token"
     """Weight of each of a sample's n supervised tokens: 1, 1 / n (every sample counts the same) or 1 / sqrt(n)."""
+    shared: Literal["each", "once"] = "each"
+    """A token that several texts of a tree supervise (data.turns, completions): it counts for each text, as if the
+    texts were separate samples, or once, for the first."""
     denominator: Literal["weights", "tokens"] = "weights"
     """Divisor of the weighted loss sum of the global batch: the sum of weights, or the number of supervised tokens."""
     z_loss_coef: Annotated[float, Field(ge=0.0)] = 0.0

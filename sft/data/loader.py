@@ -23,6 +23,7 @@ from sft.data.packing.plan_files import replayed_plans
 from sft.layers.flops import AttentionCost
 from sft.parallel.alignment import pack_multiple
 from sft.parallel.layout import Layout
+from sft.parallel.meetings import domain, meeting_ranks
 
 
 @dataclass(eq=False)
@@ -32,6 +33,7 @@ class Loader:
     collators  a collator for each CP size that a pack may have: {cp size: collator}
     attention  computes the cost of attention from the length of a document
     cp_cost    computes the time of a document from its CP size, for dynamic CP; None: fixed CP
+    meets      whether all ranks wait for each other in every microbatch
     """
 
     corpus: Corpus
@@ -42,6 +44,7 @@ class Loader:
     dp_rank: int
     attention: AttentionCost
     cp_cost: CpCost | None = None
+    meets: bool = False
 
     def __post_init__(self) -> None:
         layout = self.layout
@@ -96,7 +99,7 @@ class Loader:
         return [self.corpus.sample(i) for i in slot.samples]
 
     def _grid(self, plan: PackingPlan, batch: int) -> Grid:
-        layout, cost, lengths = self.layout, self.cp_cost, self.corpus.lengths
+        layout, cost, lengths = self.layout, self.cp_cost, self.corpus.shapes
 
         def fixed_cp() -> Grid:
             return fixed(self._slots(plan, batch), layout.cp)
@@ -118,11 +121,12 @@ class Loader:
     def _slots(self, plan: PackingPlan, batch: int) -> Slots:
         return assign(
             plan.batch(batch, self.plans.global_batch_size),
-            self.corpus.lengths,
+            self.corpus.shapes,
             dp=self.layout.dp,
             seq_length=self.seq_length,
             doc_multiple=self.layout.doc_multiple,
             attention=self.attention,
+            meets=self.meets,
         )
 
 
@@ -140,7 +144,7 @@ def make_loader(
 
     The mixture and data.plan apply to data.train only.  With `is_held_out`, an epoch contains every sample once.
     """
-    data = config.data
+    data, num_ranks = config.data, layout.dp * layout.cp
     rank_tokens = data.seq_length // layout.cp
     collators = {
         cp_size: Collator(
@@ -149,13 +153,14 @@ def make_loader(
             pad_id=pad_id,
             pad_to_length=cp_size * rank_tokens if data.pad_to_seq_length else 0,
             reduction=config.loss.reduction,
+            shared=config.loss.shared,
             cp_size=cp_size,
             cp_rank=cp_rank % cp_size,
         )
         for cp_size in layout.cp_sizes or (layout.cp,)
     }
     plans = EpochPlans(
-        corpus.lengths,
+        corpus.shapes,
         data,
         seed=config.run.seed,
         global_batch_size=layout.global_batch_size,
@@ -171,4 +176,5 @@ def make_loader(
         dp_rank=dp_rank,
         attention=AttentionCost.of(config.model),
         cp_cost=CpCost.of(config) if layout.cp_sizes else None,
+        meets=domain(meeting_ranks(config), num_ranks) == num_ranks,
     )

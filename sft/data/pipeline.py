@@ -128,7 +128,7 @@ class DataPipeline(HeldOutData):
         self.row_reports = {name: loader.corpus.report() for name, loader in loaders.items()}
         self.row_variables = sorted({name for report in corpus.row_reports.values() for name in report.variables})
         self._epoch: int | None = None  # the latest epoch whose packing was reported
-        self.num_packs, self.longest = len(self.train.plans.plan(0)), int(corpus.lengths.max())
+        self.num_packs, self.longest = len(self.train.plans.plan(0)), corpus.longest
         self.num_steps = config.train.num_steps or self.train.plans.total_steps(config.train.num_epochs or 1)
         self.train.plans.check_length(self.num_steps)
 

@@ -47,16 +47,27 @@ def communicators(config: Config, layout: Layout) -> Communicators:
         **_context_parallel(config, layout),
         "dp x cp": Communicator(layout.dp * layout.cp),
         **_replicas(config, layout),
-        "pp": Communicator(layout.pp),  # exchanges hidden states
+        **_stages(layout),
         # They sum gradients.
         "first and last stage": Communicator(2 if config.model.tie_embeddings and layout.pp > 1 else 1),
         "ep": Communicator(layout.ep, has_all_to_all=True),
         "ep x etp": Communicator(layout.ep * layout.etp if layout.etp > 1 else 1),  # with etp 1 the same ranks as ep
         "copies of an expert": Communicator(layout.expert_copies if config.model.moe.num_experts is not None else 1),
         **_gradient_norm(config, layout),
+        # For one scale of each tensor.
+        "tp x dp x cp": Communicator(layout.tp * layout.dp * layout.cp if config.run.fp8 == "delayed" else 1),
         "all ranks": Communicator(layout.world_size),
     }
     return {name: communicator for name, communicator in opened.items() if communicator.ranks > 1}
+
+
+def _stages(layout: Layout) -> Communicators:
+    """The communicators for hidden states.  With virtual stages, messages are not batched, and torch opens one for each
+    pair of ranks.  With pp 2, megatron-core takes another group for the one direction than for the other.
+    """
+    if layout.pp > 1 and layout.virtual_stages > 1:
+        return {"previous stage": Communicator(2), "next stage": Communicator(2)}
+    return {"pp": Communicator(layout.pp)}
 
 
 def _replicas(config: Config, layout: Layout) -> Communicators:
@@ -86,7 +97,7 @@ def _gradient_norm(config: Config, layout: Layout) -> Communicators:
 
 def _context_parallel(config: Config, layout: Layout) -> Communicators:
     """The groups of ranks that share a pack.  Halos of windows, states of linear attention and heads (a2a) travel by
-    all-to-alls."""
+    all-to-alls.  Metrics of documents are summed over all of these ranks."""
     kinds, is_portable = {group.mixer.kind for group in all_layer_groups(config.model)}, uses_portable(config)
     exchanges = "linear attention" in kinds or (
         "window attention" in kinds if is_portable else config.parallel.cp_comm == "a2a"
@@ -95,8 +106,6 @@ def _context_parallel(config: Config, layout: Layout) -> Communicators:
     if not is_portable and config.parallel.cp_comm == "a2a+p2p" and layout.cp_a2a is not None:
         groups["cp, heads"] = Communicator(layout.cp_a2a, has_all_to_all=True)
         groups["cp, ring"] = Communicator(layout.cp // layout.cp_a2a)
-        if not exchanges:
-            return groups
     return {"cp": Communicator(layout.cp, exchanges), **groups}
 
 

@@ -1,12 +1,15 @@
 """The distribution of document lengths, from which time and memory of attention are predicted."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from sft.errors import ConfigError
+from sft.layers.flops import AttentionCost
 from sft.layers.rank_share import RankShare
 from sft.parallel.length_classes import BLOCK, may_pay
+from sft.parallel.shapes import SampleSizes, attention_cost
 
 MAX_BINS = 64  # for the lengths of a corpus; all documents of a bin get the root mean square of their lengths
 
@@ -28,16 +31,21 @@ class Lengths:
         return Lengths(np.array([float(length)]), np.ones(1))
 
     @staticmethod
-    def of_corpus(lengths: np.ndarray) -> "Lengths":
-        """The distribution of a corpus.  lengths: int [documents]
+    def of_corpus(samples: SampleSizes) -> "Lengths":
+        """The distribution of a corpus.  A tree counts as documents of one length with its tokens and its attention.
+
+        a document of 6 tokens, and a branch of 4 after its first 4 -> 10 / 8.4 documents of 8.4 tokens: attention costs
+        6^2 + 8^2 - 4^2 = 84 = (10 / 8.4) x 8.4^2
         More than MAX_BINS different lengths are put into at most MAX_BINS bins, whose edges form a geometric series.
         Raises ConfigError if no document has tokens.
         """
-        real = np.asarray(lengths, dtype=np.float64)
-        real = real[real > 0]
-        if len(real) == 0:
+        tokens = np.asarray(samples).astype(np.float64)
+        is_used = tokens > 0
+        tokens, squares = tokens[is_used], attention_cost(samples, AttentionCost(crossover=1.0))[is_used]
+        if len(tokens) == 0:
             raise ConfigError("no document has tokens, so there is no distribution of lengths.")
-        values, counts = np.unique(real, return_counts=True)
+        values, number = np.unique(squares / tokens, return_inverse=True)
+        counts = np.bincount(number, tokens**2 / squares)
         if len(values) > MAX_BINS:
             edges = np.geomspace(values[0], values[-1], MAX_BINS + 1)[1:-1]
             bins = np.digitize(values, edges)
@@ -70,11 +78,19 @@ class Lengths:
         tokens = np.minimum(self.tokens, seq_length)
         return tokens, self.shares * seq_length / float(self.shares @ tokens)
 
-    def of_rank(self, rank: RankShare, seq_length: int) -> RankShare:
-        """The rank with the documents of an average pack."""
+    def of_rank(self, rank: RankShare, seq_length: int, sizes: Sequence[int] | None = None) -> RankShare:
+        """The rank with the documents of an average pack.  sizes: the cp size of each length; None: cp of the rank
+
+        A document on s of cp ranks is on one of them with probability s / cp: as two chunks, or whole if s is 1.
+        lengths 2 and 6, packs of 8, cp 2, sizes 1 and 2 -> 0.5 + 2 sequences on the rank, 1.25 documents
+        """
         tokens, counts = self.of_pack(seq_length)
-        chunk, parts = (tokens / (2 * rank.cp), 2) if rank.cp > 1 else (tokens, 1)
-        lengths = [(tokens, chunk), (chunk, chunk)][:parts]  # keys and queries of the late and of the early chunk
-        kinds = np.concatenate([np.ceil(np.stack(pair, axis=1) / BLOCK) for pair in lengths])
-        is_uneven = may_pay(kinds, np.tile(counts, parts), seq_length / rank.cp)
-        return replace(rank, documents=max(1.0, float(counts.sum())), is_uneven=is_uneven)
+        size = np.full(len(tokens), rank.cp) if sizes is None else np.array(sizes)
+        counts = counts * size / rank.cp
+        chunk, split = np.where(size > 1, tokens / (2 * size), tokens), size > 1
+        # Keys and queries of the late chunk, or of a whole document, and of the early chunk
+        pairs = np.concatenate([np.stack([tokens, chunk], axis=1), np.stack([chunk, chunk], axis=1)[split]])
+        number = np.concatenate([counts, counts[split]])
+        is_uneven = may_pay(np.ceil(pairs / BLOCK), number, seq_length / rank.cp)
+        documents = float(number.sum()) / (2 if rank.cp > 1 else 1)
+        return replace(rank, documents=max(1.0, documents), is_uneven=is_uneven)

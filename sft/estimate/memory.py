@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from sft.config import Config
 from sft.console import size
+from sft.estimate.layer_work import cp_sizes
 from sft.estimate.lengths import Lengths
 from sft.estimate.model_bytes import fp32_gradients, state
 from sft.estimate.parameters import stage_parameters
@@ -117,7 +118,8 @@ def estimate(
     numbers = sorted({0, layout.pp - 1}) if config.model.stacks_layers else range(layout.pp)
     stages = [Stage.of(config, layout, vocab_size, number, trained) for number in numbers]
     if lengths is not None:
-        stages = [replace(stage, rank=lengths.of_rank(stage.rank, pack)) for stage in stages]
+        sizes = cp_sizes(layout, lengths.of_pack(pack)[0], config)
+        stages = [replace(stage, rank=lengths.of_rank(stage.rank, pack, sizes)) for stage in stages]
     return max((stage_memory(stage, pack) for stage in stages), key=lambda memory: memory.device)
 
 

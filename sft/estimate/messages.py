@@ -132,7 +132,7 @@ class Messages:
     def _ring(self, messages_s: float, attention_s: float) -> float:
         parallel = self.config.parallel
         if uses_portable(self.config):
-            shares = [group.mixer.first_share(self.layout.tp) for group in layer_groups(self.config.model)]
+            shares = [group.mixer.first_share(self.config) for group in layer_groups(self.config.model)]
             first = messages_s * min(shares)
             return first + unhidden(self.constants, messages_s - first, attention_s)
         if parallel.cp_comm == "all_gather":

@@ -104,7 +104,10 @@ def _weight_products(
         "repeated": repeated * (1.0 if keeps_graph else weights.revisited),
         "inputs": 1.0 if keeps_graph else weights.reached,
     }
-    yield Product(part, rows, columns, inner, copies, **passes, weights=weights.trained)
+    by_chunk = config.train.head_chunks is not None and matrix.key == "self_attention.linear_qkv."
+    recomputed = passes["inputs"] if by_chunk else 0.0  # backward projects each chunk of heads again
+    whole = Product(part, rows, columns, inner, copies, **passes, weights=weights.trained)
+    yield whole._replace(repeated=whole.repeated + recomputed)
     if weights.factor_a:
         # With sequence parallelism, the factor that every rank holds multiplies the rank's own tokens.
         own = rows / (layout.tp if layout.sequence_parallel and part != "experts" else 1)
@@ -115,7 +118,7 @@ def _weight_products(
         elif matrix.split == "columns":
             rows_b, a = own, a / size
         yield Product(part, rows_a, rank, a, copies, **passes)
-        yield Product(part, rows_b, b, rank, copies, repeated=passes["repeated"])
+        yield Product(part, rows_b, b, rank, copies, repeated=passes["repeated"] + recomputed)
 
 
 def _expert_sizes(model: ModelConfig, layout: Layout, tokens: float, layers: float) -> tuple[float, float, int]:
@@ -130,7 +133,7 @@ def _repeated(config: Config, part: str) -> float:
     """How often backward computes the part's forward products again."""
     train = config.train
     if part == "mlp" and train.mlp_tile is not None:
-        return 2.0 if train.repeats_layers else 1.0
+        return 1.0
     return float(train.repeats_layers or (train.recompute == "selective" and part in _RECOMPUTED))
 
 

@@ -95,6 +95,12 @@ class SavingLayers:
         return sum(value for name, value in self.everything.attention.items() if name not in self.kept.attention)
 
     @property
+    def waits_for_attention(self) -> float:
+        """Bytes per token of these tensors while backward computes attention: without the input of the MLP's norm."""
+        residual = {RESIDUAL: self.everything.attention[RESIDUAL]}
+        return self.recomputed_attention - sum(x for name, x in residual.items() if name not in self.kept.attention)
+
+    @property
     def freed_before_attention(self) -> float:
         """Bytes per token of saved tensors that are free when backward computes attention.
 

@@ -4,8 +4,8 @@
     a step = microbatches x parts + the pipeline's bubble + gradients over dp + the update of weights
 
 `products.py` lists products, `messages.py` messages, `constants.py` rates.  The prediction assumes that packs are full,
-all tokens are supervised, documents have the lengths of `lengths.py`, and dp ranks have equal work.  It leaves out
-saves, evaluation and waiting for data.
+all tokens are supervised, and documents have the lengths of `lengths.py`.  Where packs differ in attention, ranks wait
+for the slowest one (`uneven.py`).  The prediction leaves out saves, evaluation and waiting for data.
 """
 
 from dataclasses import dataclass
@@ -20,13 +20,14 @@ from sft.estimate.parameters import StageParameters, stage_parameters
 from sft.estimate.products import attention_reached, head_product, layer_products
 from sft.estimate.shard_messages import ShardMessages
 from sft.estimate.stage import Stage
+from sft.estimate.uneven import slowest
 from sft.layers.adapters import Trained
 from sft.layers.flops import TrainFlops
 from sft.layers.matrices import ModelProducts
 from sft.parallel.layout import Layout
 
 PARTS = (
-    *("linear", "attention", "head", "elementwise", "recompute", "tp", "cp", "ep", "pp", "dp"),
+    *("linear", "attention", "head", "elementwise", "recompute", "waits", "tp", "cp", "ep", "pp", "dp"),
     *("bubble", "optimizer", "offload", "overhead"),
 )
 GRADIENT_ACCESSES = 4  # per parameter: the norm reads the gradient, a division reads and writes it, it is zeroed
@@ -91,6 +92,7 @@ def step_time(
     work = LayerWork(config, layout, constants, lengths, kernels)
     listed = layer_products(config, layout, products, pack / layout.cp)
     forward, backward, repeated = work.passes(listed, attention_reached(config, layout, products))
+    attention_s = forward.attention + backward.attention + repeated.attention
     messages = Messages(config, layout, constants, lengths)
     exposed = messages.exposed_by_layers(forward, backward, repeated)
     head = work.seconds([head_product(config, layout, products, vocab_size, pack / layout.cp)])
@@ -99,6 +101,7 @@ def step_time(
         "attention": forward.attention + backward.attention,
         "elementwise": forward.elementwise + backward.elementwise + work.gradient_sums(own.trained.total),
         "recompute": repeated.total,
+        "waits": attention_s * (slowest(config, layout, lengths) - 1),
         **exposed,
         "offload": work.offload(forward.total, backward.total + repeated.total),
         "overhead": constants.layer_overhead_us.value * 1e-6 * config.model.num_layers / layout.pp,

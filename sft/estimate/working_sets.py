@@ -144,8 +144,10 @@ class StageWork:
         work = self._mlp_backward(kind)
         replaced = kind.mlp.replaced(work)
         yield WorkingSet({MLP: kind.mlp.in_backward(work) + replaced + more, **whole}, freed + replaced)
-        # The gradient of the residual stream, and that of a whole recomputed layer: its output.
-        waits = kind.recomputed_attention * self.tokens + (2 if self._repeats_layers else 1) * self.hidden
+        # The gradient of the residual stream.  Core keeps the gradient of the output of a layer that it repeats, and a
+        # tiled MLP uses that memory again (sft/mcore/activations/recompute.py).
+        gradients = 2 if self._repeats_layers and self.stage.config.train.mlp_tile is None else 1
+        waits = kind.waits_for_attention * self.tokens + gradients * self.hidden
         local = kind.mixer.local(self.tokens) + waits + self._widest_gradient() + more
         gathered = kind.mixer.gathered(self.pack)
         held = {ATTENTION: local, GATHERED: gathered} if gathered else {ATTENTION: local}

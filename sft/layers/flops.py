@@ -76,11 +76,14 @@ class AttentionCost:
             window_crossover=of_layers / windows if windows else math.inf,
         )
 
-    def __call__(self, lengths: np.ndarray) -> np.ndarray:
+    def __call__(self, lengths: np.ndarray, depths: np.ndarray | None = None) -> np.ndarray:
         """The cost of each document, float64 [n], in tokens.
 
         lengths [10, 100], crossover 10, window 20, window_crossover 10 -> [20, 1360]
+        depths: number of tokens before each document to which its tokens attend, too (`Branches`); None: none
         """
+        if depths is not None:
+            return self(np.asarray(lengths, dtype=np.float64) + depths) - self(depths)
         real = np.asarray(lengths, dtype=np.float64)
         cost = real * (real / self.crossover)
         if self.window is not None:
@@ -147,6 +150,6 @@ class TrainFlops:
         per_label = (6.0 if trains_head else 4.0) * head
         return TrainFlops(per_token, per_label, AttentionCost.of(model), saved=6.0 * (layers + states) - per_token)
 
-    def attention(self, lengths: np.ndarray) -> float:
-        """The FLOPs of attention over documents of these lengths."""
-        return (self.per_token + self.saved) * float(self.cost(lengths).sum())
+    def attention(self, lengths: np.ndarray, depths: np.ndarray | None = None) -> float:
+        """The FLOPs of attention over documents of these lengths, and of the tokens before them (`AttentionCost`)."""
+        return (self.per_token + self.saved) * float(self.cost(lengths, depths).sum())

@@ -132,7 +132,7 @@ class Mixer(ABC):
         """Bytes that one tensor-parallel rank receives over cp in one layer."""
         return Traffic(gathered=self.sent(config) * passes.key_bytes)
 
-    def first_share(self, tp: int) -> float:
+    def first_share(self, config: Config) -> float:
         """Share of the gathered bytes that must arrive before attention begins.  No computation hides this share."""
         return 1.0
 

@@ -55,10 +55,10 @@ class MlpBackward:
     def with_hidden(self, inside: float) -> float:
         """Bytes while backward computes the MLP, or a tile of it.  inside: bytes per token inside the MLP
 
-        The result also counts the gradient of the output, the gradient of a recomputed input, recomputed attention, and
-        the largest gradient of a weight.
+        The result also counts the gradient of the output, the gradient of the input where selective recomputes the MLP,
+        recomputed attention, and the largest gradient of a weight.
         """
-        around = (1 if self.recompute == "none" else 2) * self.hidden
+        around = (2 if self.recompute == "selective" else 1) * self.hidden
         waits = self.recomputed_attention if self.repeats_layer else 0.0
         of_tile = inside * min(self.tokens, self.tile or self.tokens)
         return of_tile + waits * self.tokens + around + self.widest_gradient

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np  # only for types, because errors in a recipe are reported before numpy is imported
 
+    from sft.parallel.branches import Branches
+
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
@@ -38,10 +40,10 @@ class Traffic:
 
     gathered: float = 0.0
 
-    def others(self, padded: "np.ndarray", cp_size: int) -> "np.ndarray":
+    def others(self, padded: "np.ndarray", cp_size: int, branches: "Branches | None" = None) -> "np.ndarray":
         """Bytes of messages other than `gathered`, per document, summed over the ranks of the group: float64 [n].
 
-        padded: padded lengths of the documents, int64 [n]
+        padded: padded lengths of the documents, int64 [n]; branches: of these documents
         """
         return padded * 0.0
 
@@ -53,17 +55,22 @@ class HaloTraffic(Traffic):
     token_bytes: float
     window: int
 
-    def others(self, padded: "np.ndarray", cp_size: int) -> "np.ndarray":
-        return self.token_bytes * halo_tokens(padded, self.window, cp_size)
+    def others(self, padded: "np.ndarray", cp_size: int, branches: "Branches | None" = None) -> "np.ndarray":
+        return self.token_bytes * halo_tokens(padded, self.window, cp_size, branches)
 
 
-def halo_tokens(padded: "np.ndarray", window: int, cp_size: int) -> "np.ndarray":
+def halo_tokens(padded: "np.ndarray", window: int, cp_size: int, branches: "Branches | None" = None) -> "np.ndarray":
     """Number of halo tokens that all ranks of a group together receive for each document: int64 [n].
+
+    With branches, this is the most that they receive: a rank may hold tokens before a branch, or need them for several
+    branches, and then receives them once.
 
     12 tokens, window 3, cp_size 3 -> 8
     """
-    chunk, total = padded // (2 * cp_size), padded * 0
+    chunk, total, depths = padded // (2 * cp_size), padded * 0, 0 if branches is None else branches.depths
+    if cp_size == 1:
+        return total
     for rank in range(cp_size):
-        before_early, before_late = rank * chunk, (2 * cp_size - 2 - 2 * rank) * chunk  # tokens of other ranks
+        before_early, before_late = depths + rank * chunk, (2 * cp_size - 2 - 2 * rank) * chunk  # not on the rank
         total = total + before_early.clip(max=window - 1) + before_late.clip(max=window - 1)
     return total

@@ -28,6 +28,7 @@ from sft.mcore.attention.packed_attention import AttentionKernel
 from sft.mcore.attention.rope import RotaryTable, Rotation
 from sft.mcore.device import send
 from sft.mcore.modules.library import ModuleLibrary
+from sft.parallel.branches import Branches
 from sft.parallel.cp_group import CpGroup
 
 
@@ -36,7 +37,8 @@ class PackedDocuments(PackedSeqParams):
     """The inputs of attention that describe a microbatch.  The engine makes them on every pipeline stage."""
 
     cp: CpGroup | None = None  # the ranks that share the pack
-    num_documents: int = 0  # documents of the whole pack, filler documents included
+    num_parts: int = 0  # documents of the whole pack, filler documents included, or parts of its texts; for routers
+    in_text: Tensor | None = None  # which texts contain which parts (`TokenDocuments`); None: the pack has no trees
     kernels: Mapping[LayerKind, AttentionKernel] = field(default_factory=dict)  # softmax attention; portable only
     rotation: Rotation | None = None  # for this rank's tokens, if attention itself rotates queries and keys
     window_rotation: Rotation | None = None  # like `rotation`, for layers with model.rope.window_base
@@ -100,13 +102,21 @@ class AttentionBackend(ABC):
         frequencies = None if self.attention_rotates else self.frequencies(device)
         return None if frequencies is None else RotaryTable(frequencies)
 
-    def documents(self, cu_seqlens: Tensor, max_seqlen: int, positions: Tensor, cp: CpGroup) -> PackedDocuments:
+    def documents(
+        self,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        positions: Tensor,
+        cp: CpGroup,
+        branches: Branches | None = None,
+    ) -> PackedDocuments:
         """The inputs of attention that describe a microbatch on this rank.
 
         cu_seqlens  int32 [documents + 1], padded boundaries of the documents of the whole pack
-        max_seqlen  number of tokens of the longest document of the pack, padded
-        positions   int64 [1, t], the positions of this rank's tokens within their documents, on the device
+        max_seqlen  number of tokens of the longest document of the pack, padded, with the tokens before a branch
+        positions   int64 [1, t], the positions of this rank's tokens within their texts, on the device
         cp          the ranks that share the pack
+        branches    the parents of the documents; None: no document continues another one
 
         The padded boundaries also stand for the unpadded ones: causal attention never attends to padding at the end of
         a document.  Some releases of Transformer Engine drop keys if the two kinds of boundaries differ.
@@ -124,7 +134,7 @@ class AttentionBackend(ABC):
             cp_group=cp.members if is_dynamic else None,  # core: size 1 without a group turns CP off
             local_cp_size=cp.size if is_dynamic else None,  # core: None keeps the group of the run
             cp=cp,
-            num_documents=len(cu_seqlens) - 1,
+            num_parts=len(cu_seqlens) - 1,
             rotation=self._rotation("all", positions),
             window_rotation=self._rotation("windows", positions),
         )

@@ -25,8 +25,10 @@ from sft.mcore import device, pipeline
 from sft.mcore.activations.kept_calls import KeptCalls
 from sft.mcore.activations.offload import PinnedMemory
 from sft.mcore.activations.saved_tensors import SavePolicy
+from sft.mcore.backend import PackedDocuments
 from sft.mcore.backends.selection import choose_alike
 from sft.mcore.experts import router
+from sft.mcore.experts.documents import numbered
 from sft.mcore.loss import RowStatistics, Targets, VocabShard, lm_loss
 from sft.mcore.loss.mtp import MtpLoss, next_tokens
 from sft.mcore.model import chunks as model
@@ -35,7 +37,7 @@ from sft.mcore.model.mixers import packed_documents
 from sft.mcore.optimizer import build, host_threads
 from sft.mcore.process_groups import ProcessGroups
 from sft.mcore.progress import PassProgress, named
-from sft.mcore.sharding.model import output_weight_in_use
+from sft.mcore.sharding.model import leave_groups, output_weight_in_use
 from sft.metrics.accumulator import Accumulator, SupervisedTokens
 from sft.metrics.totals import ExpertLoad, StepResult, Totals
 from sft.parallel.cp_bytes import CpBytes
@@ -132,7 +134,7 @@ class Engine:
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            self._set_denominator(microbatches, sum(map(self._denominator_of, microbatches)))
+            self._set_denominator(microbatches)
         with torch.set_grad_enabled(not forward_only):
             measured = self._schedule(microbatches, self._loss, forward_only=forward_only)
         self._passes.finish()
@@ -150,37 +152,33 @@ class Engine:
         # between them.
         measured = self.measure(microbatches, forward_only=forward_only)
         accumulator = self._accumulator(sources)
+        rows_on_cpu = (rows.by_text(mb.target_counts) for mb, (_, rows) in zip(microbatches, measured))
         tokens = [
             SupervisedTokens(  # copied to the CPU
                 objective=objective.item(),
-                denominator=self._denominator_of(mb),
-                nll=-rows.logprob.cpu().double().numpy(),
-                entropy=None if rows.entropy is None else rows.entropy.cpu().numpy(),
-                correct=rows.correct.cpu().numpy(),
+                denominator=mb.denominator(self.config.loss.denominator),
+                nll=-rows.logprob.double().numpy(),
+                entropy=None if rows.entropy is None else rows.entropy.numpy(),
+                correct=rows.correct.numpy(),
                 buckets=accumulator.buckets(mb),
                 **self._mtp_loss.measured(i, mb),
             )
-            for i, (mb, (objective, rows)) in enumerate(zip(microbatches, measured))
+            for i, (mb, (objective, _), rows) in enumerate(zip(microbatches, measured, rows_on_cpu))
         ]
         self.local_losses = [part.objective for part in tokens]
         peaks = {"data_wait_s": data_wait_s, **device.peak_memory(self.groups.device)}
         return accumulator.totals(microbatches, tokens, peaks)
 
-    def _denominator_of(self, mb: Microbatch) -> float:
-        """The contribution of this rank's part of a microbatch to the denominator of the objective."""
-        if self.config.loss.denominator == "weights":
-            return float(mb.loss_weights.sum(dtype=torch.float64))
-        return float(mb.loss_mask.sum())
-
-    def _set_denominator(self, microbatches: Sequence[Microbatch], denominator: float) -> None:
+    def _set_denominator(self, microbatches: Sequence[Microbatch]) -> None:
         """Sum the denominator of the objective over ranks.  Collective over dp x cp.
 
         The balancing losses of routers are means over real tokens.  Routers add sums over tokens to the objective,
         which is divided by the denominator later, so they get the factor denominator / real tokens.
         """
         self._progress("sum of the loss weights over ranks")
+        denominator = sum(mb.denominator(self.config.loss.denominator) for mb in microbatches)
         # Real tokens of whole packs.  The first rank of a pack's group counts them.
-        real = sum(mb.num_real_tokens for mb in microbatches if self.groups.cp_group(mb.cp_size).rank == 0)
+        real = sum(mb.num_rendered_tokens for mb in microbatches if self.groups.cp_group(mb.cp_size).rank == 0)
         second = sum(int(mb.second_mask.sum()) for mb in microbatches)
         total = torch.tensor([denominator, real, second], dtype=torch.float64, device=self.groups.device)
         dist.all_reduce(total, group=self.groups.collection.dp_cp)
@@ -227,8 +225,9 @@ class Engine:
         self._passes.begin(f"forward of {name}")
         tokens, positions = (device.send(x, self.groups.device) for x in (mb.tokens, mb.position_ids))
         cp = self.groups.cp_group(mb.cp_size)
-        documents = packed_documents(self.backend, mb.cu_seqlens, mb.max_seqlen, positions, cp)
-        document_of_token = self._document_of_token(mb, chunk) if self.config.model.moe.num_experts else None
+        documents = packed_documents(self.backend, mb.cu_seqlens, mb.max_seqlen, positions, cp, mb.branches)
+        has_experts = self.config.model.moe.num_experts is not None
+        document_of_token = self._document_of_token(mb, chunk, documents) if has_experts else None
         with self._save_policy.forward_pass(len(chunk.module.decoder.layers)):
             if self.config.train.recompute == "attention_kept" and chunk.training:
                 documents.kept = KeptCalls(self._save_policy)
@@ -256,13 +255,13 @@ class Engine:
             policy.attach(chunk)
         return policy
 
-    def _document_of_token(self, mb: Microbatch, chunk: Any) -> Tensor:
+    def _document_of_token(self, mb: Microbatch, chunk: Any, packed: PackedDocuments) -> Tensor:
         """The number of each token's document, -1 for padding: int32 [1, t].  See `Layer.forward`.
 
-        Under sequence parallelism, core selects this rank's tokens only on the first stage.  On other stages this
-        function selects them.
+        `packed` gets the other inputs of routers.  Under sequence parallelism, core selects this rank's tokens only on
+        the first stage.  On other stages this function selects them.
         """
-        documents = device.send(mb.documents.masked_fill(mb.is_padding, -1), self.groups.device)
+        documents, packed.num_parts, packed.in_text = numbered(mb, self.groups.device)
         if self.layout.sequence_parallel and not chunk.module.pre_process:
             documents = documents.chunk(self.layout.tp, dim=1)[self.groups.tp_rank]
         return documents
@@ -311,10 +310,10 @@ def weights_changed(engine: Engine) -> None:
 
 
 def release(engine: Engine) -> None:
-    """Free the model, its optimizer and the process groups that both hold.
+    """Free the model, its optimizer and the process groups that both hold.  Collective.
 
     Gradient hooks of parameters make reference cycles that run through C++, where Python's collector does not see them.
     """
-    for chunk in engine.chunks:
-        vars(chunk).clear()
-    vars(engine).clear()
+    leave_groups(engine.chunks)
+    for held in (*engine.chunks, engine):
+        vars(held).clear()

@@ -67,9 +67,11 @@ class Accumulator:
 
     def buckets(self, microbatch: Microbatch) -> dict[str, np.ndarray]:
         """For each supervised token on this rank, the index of its document, of its position bucket and of its source:
-        three integer arrays [n] by name."""
-        rows = np.flatnonzero(microbatch.loss_weights.numpy())
+        three integer arrays [n] by name.  The document of a sample with a tree is its first one."""
+        rows = np.repeat(microbatch.target_rows, microbatch.target_counts)
         documents = microbatch.documents.numpy().ravel()[rows]
+        if microbatch.firsts is not None:
+            documents = microbatch.firsts[documents]
         positions = microbatch.position_ids.numpy().ravel()[rows]
         return {
             "document": documents,
@@ -99,7 +101,7 @@ class Accumulator:
             "Max": [peaks or {}],
         }
         numbers = [quantity.local(parts[quantity.kind], names[name]) for name, quantity in declared.items()]
-        attention = sum(self.flops.attention(microbatch.lengths) for microbatch in counted)
+        attention = sum(map(self._attention, counted))
         over_cp = sum(map(self._bytes_over_cp, counted), np.zeros(2))
         own = np.array([self.reports, attention, sum(map(self._work, microbatches)), *over_cp], dtype=np.float64)
         gathered = self._all_gather(np.concatenate([own, *numbers]))
@@ -129,22 +131,25 @@ class Accumulator:
 
     def _work(self, microbatch: Microbatch) -> float:
         """FLOPs of this rank's part of a microbatch."""
-        of_pack = self.flops.per_token * float(microbatch.cu_seqlens[-1]) + self.flops.attention(microbatch.lengths)
+        of_pack = self.flops.per_token * float(microbatch.cu_seqlens[-1]) + self._attention(microbatch)
         return of_pack / microbatch.cp_size
+
+    def _attention(self, microbatch: Microbatch) -> float:
+        """FLOPs of attention over a pack."""
+        depths = None if microbatch.branches is None else microbatch.branches.depths
+        return self.flops.attention(microbatch.lengths, depths)
 
     def _bytes_over_cp(self, microbatch: Microbatch) -> np.ndarray:
         """Bytes that a pack's ranks receive from each other, float64 [2]: with its filler documents on its own group,
         and of its samples alone on a group of the largest size.  Zeros without dynamic CP."""
         if not self.cp_sizes:
             return np.zeros(2)
-        padded = np.diff(microbatch.cu_seqlens.numpy().astype(np.int64))
-        samples = padded[microbatch.lengths > 0]
-        return np.array(
-            [
-                self.cp_bytes.document_bytes(padded, microbatch.cp_size).sum(),
-                self.cp_bytes.document_bytes(samples, max(self.cp_sizes)).sum(),
-            ]
+        padded, is_real = np.diff(microbatch.cu_seqlens.numpy().astype(np.int64)), microbatch.lengths > 0
+        own, fixed = (
+            self.cp_bytes.document_bytes(padded, size, microbatch.branches)
+            for size in (microbatch.cp_size, max(self.cp_sizes))
         )
+        return np.array([own.sum(), fixed[is_real].sum()])
 
     def _sequences(self, microbatches: Sequence[Microbatch], tokens: Sequence[SupervisedTokens]) -> SequenceLosses:
         """Losses of the sequences in the packs that this rank counts, added over the ranks that share a pack."""

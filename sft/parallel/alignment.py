@@ -5,7 +5,7 @@ For example, the length of a pack must be a multiple of `pack_multiple`.  The lo
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from math import lcm
+from math import gcd, lcm
 from typing import TYPE_CHECKING, TypeVar
 
 from sft.config import Config, divisors
@@ -120,8 +120,19 @@ def _tensor(config: Config, sizes: SplitSizes) -> Iterator[str]:
         fitting = _listing(size for size in divisors(min(sizes.by_tp.values())) if _tp_fits(sizes, size))
         yield f"parallel.tp = {tp} does not divide {names}.  Tensor-parallel sizes that fit: {fitting}."
     else:
+        yield from _heads_by_chunks(config, sizes.heads)
         yield from _heads_by_all_to_all(config, sizes.heads)
         yield from _uneven_widths(config, sizes.groups)
+
+
+def _heads_by_chunks(config: Config, heads: Mapping[str, int]) -> Iterator[str]:
+    chunks, tp = config.train.head_chunks or 1, config.parallel.tp
+    if short := [f"{name} = {number}" for name, number in heads.items() if number % (tp * chunks)]:
+        most = gcd(*heads.values()) // tp
+        yield (
+            f"train.head_chunks = {chunks} divides a rank's key heads: parallel.tp {tp} x {chunks} = {tp * chunks} "
+            f"does not divide {', '.join(short)}.  Use null, or {_listing(iter(divisors(most)))}."
+        )
 
 
 def _heads_by_all_to_all(config: Config, heads: Mapping[str, int]) -> Iterator[str]:

@@ -6,7 +6,7 @@ The bytes of a document are summed over layers.  The files of sft/layers/mixers 
                         the document; in backward also as many gradients in fp32.  In latent attention, latents replace
                         keys and values if they have fewer elements
     window attention    Keys, values and gradients as above, but only of the tokens in halos (`halo_tokens`)
-    linear attention    Tokens of short documents, maps and states of long ones, and halos of the convolution
+    linear attention    Tokens of short documents, maps and states of long ones and of trees, halos of the convolution
 
 With train.recompute = full, forward runs twice; with attention_kept, all of it but attention.  With selective, linear
 attention runs twice, and nothing else that sends over cp.
@@ -24,6 +24,7 @@ from sft.layers.mixer import Mixer
 from sft.layers.rank_share import FP32
 from sft.layers.traffic import Passes, Traffic
 from sft.parallel.alignment import aligned
+from sft.parallel.branches import Branches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,20 +65,20 @@ class CpBytes:
         padded = aligned(np.asarray(lengths, dtype=np.int64), doc_multiple)
         return np.rint(self.document_bytes(padded, cp_size)).astype(np.int64)
 
-    def document_bytes(self, padded: np.ndarray, cp_size: int) -> np.ndarray:
-        """The bytes of documents with these padded lengths, not rounded: float64 [n].
+    def document_bytes(self, padded: np.ndarray, cp_size: int, branches: Branches | None = None) -> np.ndarray:
+        """The bytes of documents with these padded lengths, not rounded: float64 [n].  branches: of these documents
 
         The number of layers is the mean over pipeline stages, so it may be a fraction.
         """
         if cp_size == 1:
             return np.zeros(len(padded))
-        return self.kv_bytes * padded * (cp_size - 1) + self.other_than_keys(padded, cp_size)
+        return self.kv_bytes * padded * (cp_size - 1) + self.other_than_keys(padded, cp_size, branches)
 
-    def other_than_keys(self, padded: np.ndarray, cp_size: int) -> np.ndarray:
+    def other_than_keys(self, padded: np.ndarray, cp_size: int, branches: Branches | None = None) -> np.ndarray:
         """Bytes of halos and of linear attention of each document, over all ranks of the group: float64 [n]."""
         total = np.zeros(len(padded))
         for number, traffic in self.others:
-            total += number * traffic.others(padded, cp_size)
+            total += number * traffic.others(padded, cp_size, branches)
         return total
 
 

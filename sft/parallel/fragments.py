@@ -13,6 +13,12 @@ A document is short if sending its tokens takes fewer bytes than sending the map
     documents of 64, 8 and 16 tokens, cp 2, documents of up to 16 tokens are short
     rank 0 computes tokens  0..15 and 48..63 of the first document, and the third document
     rank 1 computes tokens 16..31 and 32..47 of the first document, and the second document
+
+The state before a branch (`branches`) is that of its parent after the tokens before the fork.  So documents are also
+cut at the forks of their branches, and the fragments of all documents of a tree are linked, also those of short ones:
+
+    documents of 10 and 4 tokens, cp 1, the second is a branch of the first with fork 3
+    fragments    0: tokens 0..2    1: tokens 3..9    2: the branch        1 and 2 start with the state after 0
 """
 
 import heapq
@@ -20,6 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sft.parallel.branches import Branches
 from sft.parallel.context_parallel import document_chunks, gathered_positions, runs
 
 
@@ -27,18 +34,32 @@ from sft.parallel.context_parallel import document_chunks, gathered_positions, r
 class Relayout:
     """How the tokens of short documents are sent to the ranks that compute them.
 
-    long_rows     int64, indices of the local tokens of long documents, which are not sent
+    kept          int64, indices of the local tokens that are not sent, in the order in which this rank computes them
     send          int64, indices of all other local tokens: first the tokens for rank 0, then the tokens for rank 1, ...
     num_sent      number of tokens for each rank, this rank included
     num_received  number of tokens from each rank, this rank included; tokens arrive in order of rank
     order         int64: received[order] are whole documents, one after the other
     """
 
-    long_rows: np.ndarray
+    kept: np.ndarray
     send: np.ndarray
     num_sent: list[int]
     num_received: list[int]
     order: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class FragmentLinks:
+    """The linked fragments of a pack, whose states pass to others: first those of rank 0 in its order, then of rank 1,
+    ...
+
+    counts        number of linked fragments of each rank
+    predecessors  int64, index of the fragment after which each fragment has its initial state: the one before it in its
+                  document, or for a branch's first one that of the parent that ends at the fork.  -1: the state is zero
+    """
+
+    counts: list[int]
+    predecessors: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,43 +68,111 @@ class FragmentPlan:
 
     boundaries  int64 [fragments + 1], boundaries among the tokens that this rank computes.  The fragments of long
                 documents come first, the early chunk of a document before its late one.  Then come the short documents
-                of this rank
-    num_linked  number of fragments of long documents, whose states pass between ranks.  Other fragments start with the
-                state zero
-    relayout    None: cp is 1 or the pack has no short documents, so this rank computes its local tokens in their order.
-                With cp 1 every document is one fragment
+                of this rank, first those of trees.  With cp 1, all documents are short
+    num_linked  number of this rank's linked fragments, which come first.  Other fragments start with the state zero
+    links       the linked fragments of all ranks: those of long documents and of trees
+    relayout    None: this rank computes its local tokens in their order.  With cp 1, a relayout sends nothing
     """
 
     boundaries: np.ndarray
-    num_linked: int = 0
+    num_linked: int
+    links: FragmentLinks
     relayout: Relayout | None = None
 
     @staticmethod
-    def of(cu_seqlens: np.ndarray, max_short: int, cp_size: int, cp_rank: int) -> "FragmentPlan":
+    def of(
+        cu_seqlens: np.ndarray, max_short: int, cp_size: int, cp_rank: int, branches: Branches | None = None
+    ) -> "FragmentPlan":
         """cu_seqlens: int32 [documents + 1], padded boundaries of the documents of the whole pack
 
         max_short: length of the longest document that counts as short (`HeadSizes.max_short`)
         """
         starts, chunk = document_chunks(cu_seqlens, cp_size)
         lengths = np.diff(cu_seqlens.astype(np.int64))
-        if cp_size == 1:
-            return FragmentPlan(boundaries=boundaries(lengths[lengths > 0]))
-        is_long, is_short = lengths > max_short, (lengths > 0) & (lengths <= max_short)
-        long = np.repeat(chunk[is_long], 2)
-        if not is_short.any():
-            return FragmentPlan(boundaries=boundaries(long), num_linked=len(long))
-        owner = np.full(len(lengths), -1)
+        in_tree = np.zeros(len(lengths), dtype=bool) if branches is None else branches.in_tree
+        is_long = (lengths > max_short) & (cp_size > 1)
+        is_short, owner = (lengths > 0) & ~is_long, np.full(len(lengths), -1)
         owner[is_short] = owners(lengths[is_short], cp_size)
-        of_ranks = [np.flatnonzero(owner == rank) for rank in range(cp_size)]
-        own = lengths[of_ranks[cp_rank]]
-        relayout = Relayout(
-            long_rows=runs(starts[is_long] // cp_size, 2 * chunk[is_long]),
-            send=np.concatenate([runs(starts[of_rank] // cp_size, 2 * chunk[of_rank]) for of_rank in of_ranks]),
-            num_sent=[int(2 * chunk[of_rank].sum()) for of_rank in of_ranks],
-            num_received=[int(own.sum()) // cp_size] * cp_size,
-            order=gathered_positions(boundaries(own), cp_size),  # each rank sends its part of the same documents
+        order = np.argsort(~in_tree, kind="stable")
+        of_ranks = [order[owner[order] == rank] for rank in range(cp_size)]
+        own, whole = of_ranks[cp_rank], [of_rank[in_tree[of_rank]] for of_rank in of_ranks]
+        edges = _Edges.of(starts, branches)
+        linked = [
+            edges.cut(
+                np.concatenate([_long_chunks(starts[is_long], chunk[is_long], cp_size, rank), starts[whole[rank]]]),
+                np.concatenate([np.repeat(chunk[is_long], 2), lengths[whole[rank]]]),
+            )
+            for rank in range(cp_size)
+        ]
+        kept = runs(starts[is_long] // cp_size, 2 * chunk[is_long])
+        relayout = None
+        if cp_size == 1 and (np.diff(own) < 0).any():
+            kept, none = runs(starts[own], lengths[own]), np.empty(0, dtype=np.int64)
+            relayout = Relayout(kept=kept, send=none, num_sent=[0], num_received=[0], order=none)
+        elif cp_size > 1 and is_short.any():
+            relayout = Relayout(
+                kept=kept,
+                send=np.concatenate([runs(starts[of_rank] // cp_size, 2 * chunk[of_rank]) for of_rank in of_ranks]),
+                num_sent=[int(2 * chunk[of_rank].sum()) for of_rank in of_ranks],
+                num_received=[int(lengths[own].sum()) // cp_size] * cp_size,
+                order=gathered_positions(boundaries(lengths[own]), cp_size),  # ranks send parts of the same documents
+            )
+        return FragmentPlan(
+            boundaries=boundaries(np.concatenate([np.diff(linked[cp_rank]).ravel(), lengths[own[~in_tree[own]]]])),
+            num_linked=len(linked[cp_rank]),
+            links=FragmentLinks(
+                counts=[len(x) for x in linked], predecessors=edges.predecessors(np.concatenate(linked))
+            ),
+            relayout=relayout,
         )
-        return FragmentPlan(boundaries=boundaries(np.concatenate([long, own])), num_linked=len(long), relayout=relayout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Edges:
+    """Where documents begin, where they are cut for their branches, and what is before them, as positions in the pack.
+
+    starts  int64 [documents]
+    forks   int64, ascending: a branch begins after the token before this position
+    before  int64 [documents], the position after the token before the document; -1: it has no parent
+    """
+
+    starts: np.ndarray
+    forks: np.ndarray
+    before: np.ndarray
+
+    @staticmethod
+    def of(starts: np.ndarray, branches: Branches | None) -> "_Edges":
+        before = np.full(len(starts), -1, dtype=np.int64)
+        if branches is not None:
+            is_branch = branches.parents >= 0
+            before[is_branch] = starts[branches.parents[is_branch]] + branches.forks[is_branch]
+        return _Edges(starts=starts, forks=np.unique(before[before >= 0]), before=before)
+
+    def cut(self, first: np.ndarray, length: np.ndarray) -> np.ndarray:
+        """The start and the end of each fragment of these runs of tokens: int64 [fragments, 2]."""
+        after, stop = np.searchsorted(self.forks, first, side="right"), np.searchsorted(self.forks, first + length)
+        starts = np.cumsum(stop - after + 1) - (stop - after + 1)  # index of each run's first fragment
+        is_first = np.isin(np.arange(len(first) + (stop - after).sum()), starts)
+        begin = np.empty(len(is_first), dtype=np.int64)
+        begin[is_first], begin[~is_first] = first, self.forks[runs(after, stop - after)]
+        end = np.append(begin, 0)[1:]
+        end[np.append(is_first, True)[1:]] = first + length
+        return np.stack([begin, end], axis=1)
+
+    def predecessors(self, fragments: np.ndarray) -> np.ndarray:
+        """`FragmentLinks.predecessors` of all linked fragments of a pack, given by their starts and ends."""
+        begin, end = fragments.T
+        document = np.searchsorted(self.starts, begin, side="right") - 1  # an empty one is before those with tokens
+        wanted = np.where(begin == self.starts[document], self.before[document], begin)
+        order = np.argsort(end)
+        numbers = order[np.searchsorted(end, wanted, sorter=order)]
+        assert (end[numbers] == wanted)[wanted >= 0].all(), "a fork lies behind the tokens of its parent"
+        return np.where(wanted < 0, -1, numbers)
+
+
+def _long_chunks(starts: np.ndarray, chunk: np.ndarray, cp_size: int, cp_rank: int) -> np.ndarray:
+    """Positions in the pack of a rank's chunks of long documents, the early one of a document before its late one."""
+    return np.stack([starts + cp_rank * chunk, starts + (2 * cp_size - 1 - cp_rank) * chunk], axis=1).ravel()
 
 
 def owners(lengths: np.ndarray, cp_size: int) -> np.ndarray:
@@ -94,7 +183,7 @@ def owners(lengths: np.ndarray, cp_size: int) -> np.ndarray:
     lengths 8, 16, 8, 4, cp 2 -> ranks 1, 0, 1, 0
     """
     ranks = [(0, rank) for rank in range(cp_size)]  # tokens so far
-    owner = np.empty(len(lengths), dtype=np.int64)
+    owner = np.zeros(len(lengths), dtype=np.int64)
     for document in np.argsort(-lengths, kind="stable").tolist():
         num_tokens, owner[document] = ranks[0]
         heapq.heapreplace(ranks, (num_tokens + int(lengths[document]), int(owner[document])))

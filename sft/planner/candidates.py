@@ -18,6 +18,7 @@ from sft.planner.task import P2P, RECOMPUTE, Choice, CpComm, Savings, Shards, Si
 
 _MOST_VIRTUAL = 4  # more model chunks send more messages and reduce the bubble only a little
 _TILE = 8192  # tokens: large enough for efficient GEMMs, and an MLP of 64K tokens needs an eighth of its memory
+_HEAD_CHUNKS = 8  # with more, products and messages of a chunk become small
 _CHUNK = 1024  # tokens that the loss head computes at a time
 
 
@@ -102,9 +103,13 @@ def _is_valid_parallel(size: Sizes, cp_comm: CpComm, shards: Shards = Shards()) 
     return True
 
 
-def savings(task: Task) -> list[Savings]:
-    """The savings that the recipe allows.  If one `saves_at_least` as much as another, it comes after the other."""
-    axes: tuple[Any, ...] = (RECOMPUTE, (0.0, 1.0), (0.0, 1.0), (None, _TILE), ("auto", _CHUNK))
+def savings(task: Task, *, in_chunks: bool = False) -> list[Savings]:
+    """The savings that the recipe allows.  If one `saves_at_least` as much as another, it comes after the other.
+
+    in_chunks: whether attention is computed by chunks of heads
+    """
+    chunks = (_HEAD_CHUNKS if in_chunks else None,)
+    axes: tuple[Any, ...] = (RECOMPUTE, (0.0, 1.0), (0.0, 1.0), (None, _TILE), ("auto", _CHUNK), chunks)
     ordered = sorted(product(*axes), key=lambda values: _levels(Savings(*values)))
     return [saving for values in ordered if _is_valid(task.config, saving := Savings(*values))]
 

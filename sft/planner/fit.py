@@ -5,8 +5,6 @@ of the task or the GPUs (`cheapest.py`).  In the first two kinds, the cheapest c
 predicted step, in the last kind the one with the fewest GPU seconds per token.
 """
 
-from itertools import product
-
 from sft.config import Config, yaml
 from sft.estimate.communicators import nccl_bytes
 from sft.estimate.gpus import GIB, usable_memory
@@ -61,8 +59,10 @@ def _with_savings(search: Search, layout: Layout) -> Proposal | None:
     sizes = Sizes(layout.tp, layout.cp, layout.pp, layout.virtual_stages, layout.ep, parallel.dynamic_cp)
     cp_comm = CpComm(parallel.cp_comm, parallel.cp_a2a)
     shards = candidates.shards(search.task, candidates.shard_kinds(search.task), sizes, layout.world_size)
-    choices = (Choice(sizes, cp_comm, *own) for own in product(candidates.savings(search.task), shards))
-    fitting = [search.proposal(choice) for choice in choices if search.fits(choice)]
+    choices = [Choice(sizes, cp_comm, Savings(), own) for own in shards]
+    fitting = [
+        search.proposal(choice._replace(savings=saving)) for choice in choices for saving in search.fitting(choice)
+    ]
     return min(fitting, key=lambda proposal: (proposal.time.step_s, _num_savings(proposal)), default=None)
 
 

@@ -13,7 +13,7 @@ from sft.planner.report import Report
 
 _COLORS = (
     *("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#17becf", "#e377c2", "#7f7f7f", "#bcbd22", "#d62728"),
-    *("#aec7e8", "#ffbb78", "#98df8a", "#c5b0d5"),
+    *("#aec7e8", "#ffbb78", "#98df8a", "#c5b0d5", "#ff9896"),
 )
 _MEMORY_COLORS = ("#08306b", "#2171b5", "#6baed6", "#fd8d3c", "#fdd0a2", "#74c476", "#238b45", "#9e9ac8", "#54278f")
 _LIMIT = "#d62728"

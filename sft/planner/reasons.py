@@ -45,6 +45,8 @@ def _setting(proposal: Proposal, key: str) -> str:
     value = proposal.settings[key]
     if key == "parallel.cp_comm" and "parallel.cp_a2a" in proposal.settings:
         return f"cp_comm {value} with cp_a2a {proposal.settings['parallel.cp_a2a']}"
+    if key == "optim.offload_fraction" and value < 1:
+        return f"{value:g} of the optimizer offloaded"
     words = {
         "train.offload_fraction": "activations offloaded",
         "optim.offload_fraction": "optimizer offloaded",

@@ -91,7 +91,7 @@ class Report:
             ranks = counted(self.num_gpus, "rank")
             yield f"no layout of this model and of {counted(packs, 'pack')} a step has {ranks}"
         else:
-            host, most = _host_bytes(least, self.task) / GIB, self.task.hardware.host_bytes / GIB
+            host, most = least.host_bytes / GIB, self.task.hardware.host_bytes / GIB
             yield (
                 f"the layout that needs the least memory, {named(least)}, needs {least.memory.device / GIB:.0f} of "
                 f"{least.usable.bytes / GIB:.0f} usable GiB, and {host:,.0f} of {most:,.0f} GiB of a host"
@@ -139,10 +139,6 @@ def _lengths(task: Task) -> str:
     return f"{tokens.min():,.0f} to {tokens.max():,.0f} tokens, {float(task.lengths.shares @ tokens):,.0f} on average"
 
 
-def _host_bytes(proposal: Proposal, task: Task) -> float:
-    return proposal.memory.host_of_node(task.hardware.gpus_per_node, proposal.num_gpus)
-
-
 def table(proposals: Sequence[Proposal]) -> Iterator[str]:
     """A table with one line for each proposal."""
     yield "  GiB   s/step  tokens/s/GPU   MFU  layout"
@@ -158,7 +154,7 @@ def memory_line(proposal: Proposal) -> str:
     """The predicted memory: `56.2 GiB = weights 3.8 + gradients 7.6 + ...`, without items below 0.05 GiB."""
     items = ((name, value / GIB) for name, value in proposal.memory.items().items())
     shown = " + ".join(f"{name} {value:.1f}" for name, value in items if value >= 0.05)
-    of_node = proposal.memory.host_of_node(proposal.config.parallel.gpus_per_node, proposal.num_gpus) / GIB
+    of_node = proposal.host_bytes / GIB
     host = f"; host {proposal.memory.host / GIB:.1f} GiB a rank, {of_node:,.0f} a node" if of_node else ""
     return f"{proposal.memory.device / GIB:.1f} GiB a rank = {shown}{host}"
 

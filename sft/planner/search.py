@@ -5,22 +5,20 @@ a layout is the time of the model's FLOPs at the highest rate, with the pipeline
 predicted time without savings, without exposed messages over cp and dp, and without the update.  Later choices can only
 lengthen it.  The second bound, and later the memory, are predicted only for nodes that the heap pops.  The first
 complete proposals that the heap pops are the best ones: no heuristic excludes a proposal.
+
+Of an optimizer in host memory, only the part that the device lacks room for is there, in eighths.
+Only if nothing fits, a second search computes attention by chunks of heads (train.head_chunks).
 """
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 
-from sft.config import Config
 from sft.config.parallel import Shard
-from sft.estimate.communicators import nccl_bytes
-from sft.estimate.gpus import Usable, usable_memory
-from sft.estimate.memory import Memory, estimate
-from sft.estimate.step_time import StepTime, step_time
-from sft.parallel.layout import Layout
 from sft.planner import candidates
-from sft.planner.task import Choice, Proposal, Savings, Sizes, Task, configured, without_copies
+from sft.planner.predictions import PARTS, Predictions
+from sft.planner.task import Choice, Proposal, Savings, Sizes, Task, without_copies
 
 # (seconds, serial number, choice, whether the choice is complete).  The seconds of an incomplete choice are a lower
 # bound.  All serial numbers differ, so comparisons of nodes never reach the choice.
@@ -33,19 +31,28 @@ class Search:
 
     task: Task
     num_gpus: int
-    _savings: list[Savings] = field(default_factory=list)
-    _shard_kinds: list[Shard] = field(default_factory=list)
-    _configs: dict[Choice, tuple[Config, Layout]] = field(default_factory=dict)
-    _times: dict[Choice, StepTime] = field(default_factory=dict)
-    _memories: dict[Choice, Memory] = field(default_factory=dict)
     _bounds: list[Node] | None = None
+    _in_chunks: bool = False
     _order: Iterator[int] = field(default_factory=count)
+
+    def __post_init__(self) -> None:
+        self._predicted = Predictions(self.task, self.num_gpus)
+        self._savings: list[Savings] = candidates.savings(self.task)
+        self._shard_kinds: list[Shard] = candidates.shard_kinds(self.task)
 
     def best(self, number: int = 1, *, is_memory_limited: bool = True) -> list[Proposal]:
         """The `number` best proposals, the best first; fewer if fewer fit.  Each `Proposal.group` has at most one.
 
         is_memory_limited: False includes proposals that do not fit the memory
         """
+        proposals = self._best(number, is_memory_limited)
+        if proposals or self._in_chunks or not candidates.savings(self.task, in_chunks=True):
+            return proposals
+        self._bounds, self._in_chunks = None, True
+        self._savings = candidates.savings(self.task, in_chunks=True)
+        return self._best(number, is_memory_limited)
+
+    def _best(self, number: int, is_memory_limited: bool) -> list[Proposal]:
         heap, groups = self._of_sizes(), set[tuple[int, ...]]()
         proposals: list[Proposal] = []
         while heap and len(proposals) < number:
@@ -61,7 +68,7 @@ class Search:
                 for other in self._implementations(choice.sizes):
                     heapq.heappush(heap, self._node(other, is_complete=False))
             else:
-                for saving in self._fitting(choice) if is_memory_limited else [choice.savings]:
+                for saving in self.fitting(choice) if is_memory_limited else [choice.savings]:
                     heapq.heappush(heap, self._node(choice._replace(savings=saving), is_complete=True))
         return proposals
 
@@ -74,20 +81,22 @@ class Search:
             for saving in self._savings
             if saving.recompute == "full"
         )
-        best = min(choices, key=lambda choice: self._memory(choice).device, default=None)
+        best = min(choices, key=lambda choice: self._predicted.memory(choice).device, default=None)
         return None if best is None else self.proposal(best)
 
     def proposal(self, choice: Choice) -> Proposal:
-        time, memory, usable = self._time(choice), self._memory(choice), self._usable(choice)
-        config, layout = self._resolved(choice)
+        time, memory, usable = (
+            self._predicted.time(choice),
+            self._predicted.memory(choice),
+            self._predicted.usable(choice),
+        )
+        config, layout = self._predicted.resolved(choice)
         if config.checkpoint.copies_state and not memory.host_copy:
             config = without_copies(config)
         return Proposal(choice=choice, config=config, layout=layout, time=time, memory=memory, usable=usable)
 
     def _of_sizes(self) -> list[Node]:
         if self._bounds is None:
-            self._savings = candidates.savings(self.task)
-            self._shard_kinds = candidates.shard_kinds(self.task)
             least_s = self.task.least_gpu_s / self.num_gpus
             sizes = candidates.sizes(self.task, self.num_gpus)
             choices = (Choice(size, None, self._savings[0]) for size in sizes)
@@ -104,7 +113,7 @@ class Search:
 
     def bound(self, choice: Choice) -> float:
         """The second bound, in seconds: no proposal with these sizes takes less."""
-        time = self._time(choice)
+        time = self._predicted.time(choice)
         return time.step_s - self._turns(choice) * time.parts["cp"] - time.parts["dp"] - time.parts["optimizer"]
 
     def _turns(self, choice: Choice) -> float:
@@ -112,64 +121,36 @@ class Search:
 
         pp 4, 8 microbatches -> 1 + 3/8; with 3 virtual stages 1 + 1/8
         """
-        sizes, layout = choice.sizes, self._resolved(choice)[1]
+        sizes, layout = choice.sizes, self._predicted.resolved(choice)[1]
         return 1 + (sizes.pp - 1) / sizes.virtual_stages / layout.num_microbatches
 
     def _node(self, choice: Choice, *, is_complete: bool) -> Node:
-        return self._time(choice).step_s, next(self._order), choice, is_complete
+        return self._predicted.time(choice).step_s, next(self._order), choice, is_complete
 
-    def _fitting(self, choice: Choice) -> list[Savings]:
-        """The savings with which the layout fits.
+    def fitting(self, choice: Choice) -> list[Savings]:
+        """The savings with which the layout fits the device, and the ranks of a node fit its host.
 
         Savings that save at least as much as others with which it fits are left out, because they cannot be faster.
         """
         fitting: list[Savings] = []
         most = choice._replace(savings=self._savings[-1])
-        if self._memory(most).device > self._usable(most).bytes:  # rules out most layouts at once
+        usable = self._predicted.usable(most).bytes
+        if self._predicted.memory(most).device > usable:  # rules out most layouts at once
             return fitting
         for saving in self._savings:
-            if not any(candidates.saves_at_least(saving, less) for less in fitting):
-                if self.fits(choice._replace(savings=saving)):
-                    fitting.append(saving)
+            cheapest = saving._replace(optim_offload_fraction=min(saving.optim_offload_fraction, 1 / PARTS))
+            if not _is_slower(cheapest, fitting):
+                own = self._predicted.least_offload(choice._replace(savings=saving))
+                memory = self._predicted.memory(own)
+                if (
+                    memory.device <= usable
+                    and self._predicted.fits_host(memory)
+                    and not _is_slower(own.savings, fitting)
+                ):
+                    fitting.append(own.savings)
         return fitting
 
-    def fits(self, choice: Choice) -> bool:
-        """Whether the proposal fits the memory of the device, and the ranks of a node fit the memory of its host."""
-        memory = self._memory(choice)
-        return memory.device <= self._usable(choice).bytes and self._fits_host(memory)
 
-    def _fits_host(self, memory: Memory) -> bool:
-        hardware = self.task.hardware
-        return memory.host_of_node(hardware.gpus_per_node, self.num_gpus) <= hardware.host_bytes
-
-    def _usable(self, choice: Choice) -> Usable:
-        return usable_memory(self.task.hardware.gpu, nccl_bytes(*self._resolved(choice)))
-
-    def _resolved(self, choice: Choice) -> tuple[Config, Layout]:
-        if choice not in self._configs:
-            config = configured(self.task.config, choice)
-            self._configs[choice] = config, Layout.resolve(config, self.num_gpus)
-        return self._configs[choice]
-
-    def _time(self, choice: Choice) -> StepTime:
-        if choice not in self._times:
-            task, hardware = self.task, self.task.hardware
-            self._times[choice] = step_time(
-                *self._resolved(choice),
-                task.vocab_size,
-                task.lengths,
-                hardware.constants,
-                trained=task.trained,
-                products=task.products,
-            )
-        return self._times[choice]
-
-    def _memory(self, choice: Choice) -> Memory:
-        if choice not in self._memories:
-            config, layout = self._resolved(choice)
-            task = self.task
-            memory = estimate(config, layout, task.vocab_size, trained=task.trained, lengths=task.lengths)
-            if memory.host_copy and not self._fits_host(memory):  # training then waits for saves: see `proposal`
-                memory = replace(memory, host_copy=0.0)
-            self._memories[choice] = memory
-        return self._memories[choice]
+def _is_slower(saving: Savings, fitting: list[Savings]) -> bool:
+    """Whether one of these saves no more, and so cannot be slower."""
+    return any(candidates.saves_at_least(saving, less) for less in fitting)

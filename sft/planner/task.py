@@ -7,10 +7,10 @@ dimensions of the search, and makes a Config from a choice.  `candidates.py` lis
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import lcm
+from math import gcd, lcm
 from typing import Any, Literal, NamedTuple, get_args
 
-from sft.config import Config
+from sft.config import Config, ModelConfig
 from sft.config.keys import leaves, values
 from sft.config.parallel import Shard
 from sft.config.train import Recompute
@@ -23,6 +23,7 @@ from sft.estimate.step_time import StepTime
 from sft.layers.adapters import Trained
 from sft.layers.flops import TrainFlops
 from sft.layers.matrices import ModelProducts
+from sft.layers.mixers import softmax
 from sft.parallel.layout import Layout
 
 _COUNTED = 0.9  # share of the model's FLOPs in the bound; a run may skip some below the lowest trained weight
@@ -126,13 +127,18 @@ class CpComm(NamedTuple):
 
 
 class Savings(NamedTuple):
-    """Settings that save device memory, and never save time.  `Savings()` saves nothing."""
+    """Settings that save device memory, and never save time.  `Savings()` saves nothing.
+
+    head_chunks: the most chunks of heads; `configured` takes the largest number that fits the layout.  It chooses the
+        portable backend, whose kernels may be faster, so no search compares it with None
+    """
 
     recompute: Recompute = "none"
     offload_fraction: float = 0.0
     optim_offload_fraction: float = 0.0
     mlp_tile: int | None = None
     chunk_size: int | None | Literal["auto"] = "auto"
+    head_chunks: int | None = None
 
 
 class Shards(NamedTuple):
@@ -158,7 +164,7 @@ PLANNED = (
     *("parallel.tp", "parallel.cp", "parallel.pp", "parallel.virtual_stages", "parallel.ep", "parallel.dynamic_cp"),
     *("parallel.shard", "parallel.shard_size", "parallel.cp_comm", "parallel.cp_a2a", "data.doc_multiple"),
     *("train.recompute", "train.offload_fraction", "train.mlp_tile", "optim.offload_fraction", "loss.chunk_size"),
-    "checkpoint.async_save",
+    *("train.head_chunks", "checkpoint.async_save"),
 )
 
 
@@ -170,7 +176,7 @@ def configured(base: Config, choice: Choice) -> Config:
     of_parallel = sizes._asdict() | (choice.cp_comm or P2P)._asdict() | choice.shards._asdict()
     parallel = _changed(base.parallel, of_parallel)
     of_train = {name: getattr(savings, name) for name in ("recompute", "offload_fraction", "mlp_tile")}
-    train = _changed(base.train, of_train)
+    train = _changed(base.train, {**of_train, "head_chunks": _head_chunks(base.model, sizes.tp, savings.head_chunks)})
     changes: dict[str, Any] = {"parallel": parallel, "train": train}
     if base.data.doc_multiple % (2 * sizes.cp):
         changes["data"] = _changed(base.data, {"doc_multiple": lcm(base.data.doc_multiple, 2 * sizes.cp)})
@@ -179,6 +185,12 @@ def configured(base: Config, choice: Choice) -> Config:
     if savings.chunk_size != base.loss.chunk_size:
         changes["loss"] = _changed(base.loss, {"chunk_size": savings.chunk_size})
     return base.model_copy(update=changes)
+
+
+def _head_chunks(model: ModelConfig, tp: int, most: int | None) -> int | None:
+    """The largest number of chunks, up to `most`, that divides `most` and a rank's key heads: 8 key heads, tp 2 -> 4"""
+    chunks = 1 if most is None else gcd(most, *(heads // tp for heads in softmax.heads(model).values()))
+    return chunks if chunks > 1 else None
 
 
 def without_copies(config: Config) -> Config:
@@ -204,6 +216,11 @@ class Proposal:
     @property
     def num_gpus(self) -> int:
         return self.layout.world_size
+
+    @property
+    def host_bytes(self) -> float:
+        """Bytes of host memory of a node."""
+        return self.memory.host_of_node(self.config.parallel.gpus_per_node, self.num_gpus)
 
     @property
     def group(self) -> tuple[int, ...]:

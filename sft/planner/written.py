@@ -53,7 +53,7 @@ def _header(task: Task, proposal: Proposal, path: str, sibling: str) -> list[str
     nodes = hardware.nodes(proposal.num_gpus)
     trains = "LoRA adapters of " if proposal.config.lora.is_used else ""
     where = "one node" if nodes == 1 else f"{nodes} nodes of {hardware.gpus_per_node}, network {hardware.fabric}"
-    host = proposal.memory.host_of_node(hardware.gpus_per_node, proposal.num_gpus) / GIB
+    host = proposal.host_bytes / GIB
     beside = f", and {host:,.0f} GiB of each host" if host else ""
     needed, usable = proposal.memory.device / GIB, proposal.usable.bytes / GIB
     return [

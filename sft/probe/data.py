@@ -62,13 +62,15 @@ def _described(s: Session, tokenizer: ChatTokenizer, index: int, mb: Microbatch)
     described, at = [], 0
     for document, start, stop in inputs.runs(mb):
         part = slice(at, at := at + stop - start)
-        is_filler = document >= len(mb.sample_ids)
+        sample = int(mb.samples_of_documents[document])
+        depth = 0 if mb.branches is None else mb.branches.depths[document]
+        is_filler = sample >= len(mb.sample_ids)
         num_real = max(0, min(stop, int(mb.lengths[document])) - start)
         described.append(
             {
                 "document": document,
-                "row": "filler" if is_filler else s.data.row_name(mb.sample_ids[document]),
-                "positions": [start, stop - 1],
+                "row": "filler" if is_filler else s.data.row_name(mb.sample_ids[sample]),
+                "positions": [int(start + depth), int(stop - 1 + depth)],
                 "text": tokenizer.decode(tokens[part][:num_real]),
                 "padding": stop - start - num_real,
                 "label_text": _label_text(tokenizer, labels[part], weights[part] > 0),

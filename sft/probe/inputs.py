@@ -26,7 +26,7 @@ class _Part:
     location: tuple[int, int, int]  # dp rank, microbatch, cp rank
     cp_size: int  # number of ranks that share the pack
     digest: str  # of every tensor
-    runs: list[tuple[int, int, int]]  # document, first position and end of each run of consecutive positions
+    runs: list[tuple[int, int, int]]  # document, first token in it and end of each run of consecutive tokens
     sizes: list[int]  # padded tokens of each document of the pack
     problems: list[str]
 
@@ -62,27 +62,37 @@ def problems_of(
 
 
 def runs(mb: Microbatch) -> list[tuple[int, int, int]]:
-    """Document, first position and end of each run of consecutive positions: [(0, 0, 16), (0, 48, 64), ...]"""
-    documents, positions = mb.documents[0].numpy(), mb.position_ids[0].numpy()
+    """Document, first token in it and end of each run of consecutive tokens: [(0, 0, 16), (0, 48, 64), ...]"""
+    documents, positions = mb.documents[0].numpy(), in_documents(mb)
     starts = np.flatnonzero((np.diff(documents, prepend=-1) != 0) | (np.diff(positions, prepend=-1) != 1))
     stops = [*starts[1:], len(positions)]
     return [(int(documents[a]), int(positions[a]), int(positions[b - 1]) + 1) for a, b in zip(starts, stops)]
 
 
+def in_documents(mb: Microbatch) -> np.ndarray:
+    """int64 [t]: the position of each token in its document, which begins at the document's depth."""
+    positions = mb.position_ids[0].numpy()
+    return positions if mb.branches is None else positions - mb.branches.depths[mb.documents[0].numpy()]
+
+
 def _local_problems(mb: Microbatch, samples: Sequence[Sample], name_of: NameOf) -> Iterator[str]:
     """The faults of one microbatch on one rank, one line for each kind."""
-    documents, positions, labels = (x[0].numpy() for x in (mb.documents, mb.position_ids, mb.labels))
+    documents, positions, labels = mb.documents[0].numpy(), in_documents(mb), mb.labels[0].numpy()
     tokens, supervised = mb.tokens[0].numpy(), mb.loss_mask[0].numpy()
     sizes = np.diff(mb.cu_seqlens.numpy())[documents]  # [t], as are all arrays below
-    lengths = np.array([len(sample.tokens) for sample in samples] + [0] * (len(mb.lengths) - len(samples)))
-    starts = np.concatenate([[0], np.cumsum(lengths)])[documents]
-    lengths = lengths[documents]
+    of_samples = [[len(s.tokens)] if s.tree is None else np.diff(s.tree.starts).tolist() for s in samples]
+    real_lengths = [length for of_sample in of_samples for length in of_sample]
+    lengths = np.array(real_lengths + [0] * (len(mb.lengths) - len(real_lengths)))
+    first_tokens = np.concatenate([[0], np.cumsum(lengths)])
+    starts, lengths = first_tokens[documents], lengths[documents]
     all_tokens = np.concatenate([*(sample.tokens for sample in samples), [-1, -1]])
     all_masks = np.concatenate([*(sample.weights > 0 for sample in samples), [False, False]])
+    following = _following(first_tokens, all_masks, mb)
     inside = (positions >= 0) & (positions < sizes)
     real = inside & (positions < lengths)
-    has_next = inside & (positions + 1 < lengths)
-    own, after = np.where(real, starts + positions, -1), np.where(has_next, starts + positions + 1, -1)
+    own = np.where(real, starts + positions, -1)
+    has_next = inside & (following[own] >= 0)
+    after = np.where(has_next, following[own], -1)
     faults = {
         "position_ids are outside of their document, as if positions did not start at 0": ~inside,
         "tokens are not those of the sample": real & (tokens != all_tokens[own]),
@@ -94,11 +104,30 @@ def _local_problems(mb: Microbatch, samples: Sequence[Sample], name_of: NameOf) 
         if where.any():
             first = int(where.argmax())
             document = int(documents[first])
-            name = name_of(samples[document].sample_id) if document < len(samples) else "filler"
+            sample = mb.samples_of_documents[document]
+            name = name_of(samples[sample].sample_id) if sample < len(samples) else "filler"
             yield (
                 f"{fault}: {where.sum():,} tokens, first in document {document} ({name}): position_id "
                 f"{positions[first]} of {sizes[first]}"
             )
+
+
+def _following(first_tokens: np.ndarray, masks: np.ndarray, mb: Microbatch) -> np.ndarray:
+    """The token that each token of the samples predicts, by index in the tokens of all samples; -1: none.
+
+    It is the next token of its document.  If that is not supervised, it is the first token of a branch that is.
+    """
+    following = np.arange(1, len(masks) + 1)
+    following[first_tokens[1:] - 1] = -1
+    following[-2:] = -1
+    branches = mb.branches
+    if branches is None:
+        return following
+    for document in np.flatnonzero(branches.parents >= 0).tolist():
+        before = first_tokens[branches.parents[document]] + branches.forks[document] - 1
+        if masks[first_tokens[document]] and not masks[following[before]]:
+            following[before] = first_tokens[document]
+    return following
 
 
 def _disagreements(parts: Sequence[_Part]) -> Iterator[str]:

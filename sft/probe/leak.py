@@ -5,6 +5,8 @@ The probe replaces token ids of one document of a real pack, keeping all lengths
     whole  all tokens of the document are replaced; nothing may change in any other document
     end    its last quarter is replaced; nothing may change in other documents, nor in its own earlier tokens
 
+Branches that continue replaced tokens may change; siblings and the document that a branch continues may not.
+
 Hidden states after every layer and losses must be bitwise equal at every token that may not change.  In the other
 direction, the sum of the losses of these tokens must have a gradient of exactly 0 at every token that was replaced.
 Every token that has a next token in its document has a loss here, supervised or not.
@@ -44,18 +46,43 @@ class Subject:
     document: int
     microbatch: Microbatch
 
+    @property
+    def length(self) -> int:
+        """Number of tokens of the document."""
+        return int(self.microbatch.lengths[self.document])
+
+    @property
+    def sample(self) -> Sample:
+        return self.samples[self.microbatch.samples_of_documents[self.document]]
+
     def stays(self, first: int) -> Tensor:
-        """bool [t]: the tokens that may not change if the document is replaced from position `first` on."""
-        return (self.microbatch.documents[0] != self.document) | (self.microbatch.position_ids[0] < first)
+        """bool [t]: the tokens that may not change if the document is replaced from its token `first` on."""
+        mb = self.microbatch
+        limits = np.full(len(mb.lengths), np.iinfo(np.int64).max)  # of each document, the first token that may change
+        limits[self.document] = first
+        if mb.branches is not None:
+            for document in np.flatnonzero(mb.branches.parents >= 0).tolist():
+                if mb.branches.forks[document] > limits[mb.branches.parents[document]]:
+                    limits[document] = 0
+        return _in_documents(mb) < torch.from_numpy(limits)[mb.documents[0]]
 
     def replaced(self, first: int, vocab_size: int) -> list[Sample]:
-        """The samples, with another id for each token of the document from position `first` on."""
-        samples, sample = list(self.samples), self.samples[self.document]
-        tokens = sample.tokens.copy()
-        steps = np.random.default_rng(first).integers(1, vocab_size, size=len(tokens) - first)
-        tokens[first:] = (tokens[first:] + steps) % vocab_size
-        samples[self.document] = replace(sample, tokens=tokens)
+        """The samples, with another id for each token of the document from its token `first` on."""
+        samples, sample = list(self.samples), self.sample
+        tokens, stop = sample.tokens.copy(), len(sample.tokens)
+        number = self.microbatch.samples_of_documents[self.document]
+        if sample.tree is not None:
+            of_sample = self.document - int((self.microbatch.samples_of_documents < number).sum())
+            first, stop = first + int(sample.tree.starts[of_sample]), int(sample.tree.starts[of_sample + 1])
+        steps = np.random.default_rng(first).integers(1, vocab_size, size=stop - first)
+        tokens[first:stop] = (tokens[first:stop] + steps) % vocab_size
+        samples[number] = replace(sample, tokens=tokens)
         return samples
+
+
+def _in_documents(mb: Microbatch) -> Tensor:
+    """int64 [t]: the position of each token in its document."""
+    return torch.from_numpy(inputs.in_documents(mb))
 
 
 @message
@@ -104,7 +131,7 @@ def run(recipe: Recipe, layout: Layout, *, step: int, document: int | None) -> P
         problems = inputs.problems_of([subject.microbatch], [subject.samples], s.groups, s.data.row_name)
         leaks, blind = _examine(s, engine, subject)
         packs = dict(all_gather_objects(lambda: (s.groups.dp_rank, _describe(s, subject)), s.groups.control))
-        largest = max(all_gather_objects(lambda: len(subject.samples), s.groups.control))
+        largest = max(all_gather_objects(lambda: int((subject.microbatch.lengths > 0).sum()), s.groups.control))
     num_layers = recipe.config.model.num_layers
     first = {(x.dp_rank, x.direction, x.replaced, x.document): x for x in reversed(leaks)}
     problems += [*blind, *(leak.sentence(num_layers) for leak in reversed(first.values()))]
@@ -142,26 +169,29 @@ def _choose(s: Session, step: int, document: int | None) -> Subject:
     row = s.data.train.grid(step - 1)[s.groups.dp_rank * s.layout.cp :][: s.layout.cp]
     slot = max((slot for slots in row for slot in slots), key=lambda slot: len(slot.samples))
     samples = s.data.train.samples_of(slot)
-    fewest = min(all_gather_objects(lambda: len(samples), s.groups.control))
+    microbatch = s.data.train.microbatch(samples, slot.cp_size)
+    fewest = min(all_gather_objects(lambda: int((microbatch.lengths > 0).sum()), s.groups.control))
     if fewest == 0:
         raise ConfigError(f"--step {step}: a data-parallel rank has no samples in this step.  Give another --step.")
     if document is not None and document >= fewest:
         raise ConfigError(f"--document {document} is not in the pack.  Give --document 0 to {fewest - 1}.")
-    chosen = len(samples) // 2 if document is None else document
-    return Subject(samples=samples, document=chosen, microbatch=s.data.train.microbatch(samples, slot.cp_size))
+    chosen = int((microbatch.lengths > 0).sum()) // 2 if document is None else document
+    return Subject(samples=samples, document=chosen, microbatch=microbatch)
 
 
 def _describe(s: Session, subject: Subject) -> str:
-    sample = subject.samples[subject.document]
+    mb, count = subject.microbatch, int((subject.microbatch.lengths > 0).sum())
+    is_branch = mb.branches is not None and bool(mb.branches.parents[subject.document] >= 0)
+    row = s.data.row_name(subject.sample.sample_id) + ", a branch" * is_branch
     return (
-        f"a pack of {subject.microbatch.cu_seqlens[-1]:,} tokens and {len(subject.samples)} documents; document "
-        f"{subject.document} ({s.data.row_name(sample.sample_id)}, {len(sample.tokens):,} tokens) is replaced"
+        f"a pack of {mb.cu_seqlens[-1]:,} tokens and {count} documents; document {subject.document} ({row}, "
+        f"{subject.length:,} tokens) is replaced"
     )
 
 
 def _examine(s: Session, engine: Engine, subject: Subject) -> tuple[list[Leak], list[str]]:
     """All leaks, and reasons why the probe's own answer proves nothing.  Equal on every rank.  Collective."""
-    length = len(subject.samples[subject.document].tokens)
+    length = subject.length
     leaks: list[Leak] = []
     reached: set[int] = set()  # layers with a gradient
     with s.console.track("leak", 6, "passes") as progress:
@@ -171,9 +201,11 @@ def _examine(s: Session, engine: Engine, subject: Subject) -> tuple[list[Leak], 
         progress.advance(1)
         for name, first in (("end", length - max(1, length // 4)), ("whole", 0)):
             samples = subject.replaced(first, engine.vocab_size)
-            changed = _observe(engine, s.data.train.microbatch(samples, subject.microbatch.cp_size))
+            other = s.data.train.microbatch(samples, subject.microbatch.cp_size)
+            changed = _observe(engine, other)
             progress.advance(1)
-            leaks += _forward_leaks(s, subject, name, first, base, changed)
+            has_label = other.labels[0] == subject.microbatch.labels[0]  # else the label of the token was replaced
+            leaks += _forward_leaks(s, subject, name, (subject.stays(first), has_label), base, changed)
             leaks += _gradient_leaks(s, engine, subject, name, first, reached)
             progress.advance(1)
         moved = _different(base, changed)
@@ -199,8 +231,8 @@ def _different(base: Observation, other: Observation) -> set[int]:
 
 def _with_losses(mb: Microbatch, stays: Tensor) -> Microbatch:
     """The microbatch with weight 1 on those tokens of `stays` that have a next token in their document."""
-    has_next = mb.position_ids + 1 < torch.from_numpy(mb.lengths)[mb.documents]
-    return replace(mb, loss_weights=(has_next & stays).float())
+    has_next = _in_documents(mb) + 1 < torch.from_numpy(mb.lengths)[mb.documents]
+    return replace(mb, loss_weights=(has_next & stays).float(), label_counts=None, further=None)
 
 
 def _passes(engine: Engine, mb: Microbatch) -> list[Microbatch]:
@@ -224,15 +256,14 @@ def _observe(engine: Engine, mb: Microbatch) -> Observation:
 
 
 def _forward_leaks(
-    s: Session, subject: Subject, replaced: str, first: int, base: Observation, changed: Observation
+    s: Session, subject: Subject, replaced: str, stays: tuple[Tensor, Tensor], base: Observation, changed: Observation
 ) -> Iterator[Leak]:
+    """stays: bool [t] each, the tokens that may not change, and those whose label is the same"""
     model = s.config.model
     tolerance = EXPERTS[s.config.run.precision] if model.moe.num_experts else DENSE
-    # The loss of the last token that stays has a replaced token as its label.
-    stays, stays_with_label = subject.stays(first), subject.stays(first - 1)
     for layer, (tokens, values) in base.items():
         difference, norm = (changed[layer][1] - values).norm(dim=1), values.norm(dim=1)
-        leaked = (stays if layer <= model.num_layers else stays_with_label)[tokens]
+        leaked = (stays[0] if layer <= model.num_layers else stays[0] & stays[1])[tokens]
         leaked &= ~(difference <= tolerance * norm)  # also if a number is NaN
         yield from _leaks(s, subject, "forward", replaced, layer, tokens[leaked], (difference / norm)[leaked])
 

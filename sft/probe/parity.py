@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -141,7 +142,9 @@ def _hidden(s: Session, engine: Engine, microbatches: Sequence[Microbatch], samp
         num_processed[layer] += 1
         rows = rows_of(engine, mb.tokens.shape[1])
         real = ~mb.is_padding[0, rows]
-        index = torch.tensor([order[sample] for sample in mb.sample_ids], dtype=torch.int64)
+        of_samples = np.array([order[sample] for sample in mb.sample_ids])
+        of_documents = mb.samples_of_documents
+        index = torch.from_numpy(of_samples[of_documents[of_documents < len(of_samples)]])
         signed = sketch(hidden) * signs[mb.position_ids[0, rows] % len(signs)][:, None]
         if counts:
             table[layer].index_add_(0, index[mb.documents[0, rows][real].long()], signed[real])

@@ -1,45 +1,44 @@
-"""The page life-of-a-batch shows exactly the output of the code."""
+"""The pages life-of-a-batch and trees show exactly the output of the code."""
 
 from pathlib import Path
 
 import pytest
 
-from tools import life_of_a_batch
-from tools.life_of_a_batch import PAGE, page
+from tools import life_of_a_batch, tree_of_turns
+from tools.printed_page import PrintedPage
 
 SHOWN = "# A page\n\n<!-- printed: pack -->\n```text\nold\n```\n\nText.\n"
 
 
-def test_the_page_shows_what_two_ranks_print(capsys: pytest.CaptureFixture[str]) -> None:
-    assert life_of_a_batch.main(["--check"]) == 0, capsys.readouterr().err
+@pytest.mark.parametrize("page", [life_of_a_batch.PAGE, tree_of_turns.PAGE], ids=lambda page: page.path.stem)
+def test_the_page_shows_what_the_tool_prints(page: PrintedPage, capsys: pytest.CaptureFixture[str]) -> None:
+    assert page.main(["--check"]) == 0, capsys.readouterr().err
 
 
 def test_a_part_replaces_the_block_after_its_mark() -> None:
-    assert page(SHOWN, {"pack": "new\nlines"}) == SHOWN.replace("old", "new\nlines")
+    assert life_of_a_batch.PAGE.shown(SHOWN, {"pack": "new\nlines"}) == SHOWN.replace("old", "new\nlines")
 
 
 def test_a_part_without_a_block_and_a_block_without_a_part() -> None:
     with pytest.raises(ValueError, match="no block for step"):
-        page(SHOWN, {"pack": "", "step": ""})
+        life_of_a_batch.PAGE.shown(SHOWN, {"pack": "", "step": ""})
     with pytest.raises(KeyError, match="pack"):
-        page(SHOWN, {})
+        life_of_a_batch.PAGE.shown(SHOWN, {})
 
 
-def test_a_page_with_another_number_is_out_of_date(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(life_of_a_batch, "PAGE", tmp_path / "page.md")
-    monkeypatch.setattr(life_of_a_batch, "printed", lambda: {"pack": "new"})
-    (tmp_path / "page.md").write_text(SHOWN)
-    assert life_of_a_batch.main(["--check"]) == 1
-    assert "page.md is out of date" in capsys.readouterr().err and (tmp_path / "page.md").read_text() == SHOWN
-    assert life_of_a_batch.main(["--write"]) == 0 == life_of_a_batch.main(["--check"])
+def test_a_page_with_another_number_is_out_of_date(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = PrintedPage(tmp_path / "page.md", "tools.mine", lambda: {"pack": "new"})
+    page.path.write_text(SHOWN)
+    assert page.main(["--check"]) == 1
+    assert "page.md is out of date; run: python -m tools.mine --write" in capsys.readouterr().err
+    assert page.path.read_text() == SHOWN
+    assert page.main(["--write"]) == 0 == page.main(["--check"])
 
 
 def test_the_loss_of_the_page_by_hand() -> None:
     """Reads the sums of both ranks, their quotient and the log line from the page, and computes the loss from them
     here."""
-    text = PAGE.read_text(encoding="utf-8")
+    text = life_of_a_batch.PAGE.path.read_text(encoding="utf-8")
     sums = [line.split() for line in text.splitlines() if line.startswith("sum of losses")]
     losses, weights = ([float(words[k].rstrip(",")) for words in sums] for k in (3, -1))
     assert weights == [1.0, 6.0]

@@ -1,7 +1,7 @@
 """Runs every command and block of the site, each page in a folder of its own, in another order of pages every day.
 
-`make test` runs a third of the slow pages, another third every day; `make test-all` runs all pages. The quick start is
-only parsed here: tests/ranks/test_quickstart.py runs it.
+`make test` runs one slow page, another one every day, and those that the last commit touches; `make test-all` runs all
+pages. The quick start is only parsed here: tests/ranks/test_quickstart.py runs it.
 """
 
 import datetime
@@ -10,7 +10,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from sft.errors import ConfigError
 from sft.recipe.load import parse_recipe
 from tests import builders
 from tests.docs.blocks import LANGUAGES, ROOT, TINY, Block, blocks, check, commands
+from tests.kernels import changed
 
 TODAY = datetime.date.today().toordinal()
 PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md"))
@@ -84,12 +85,17 @@ def prepare(folder: Path, tiny: Path | None) -> None:
     builders.commands(folder / ".bin")
 
 
+def waiting(files: Collection[str], day: int) -> list[str]:
+    """The slow pages that `make test` leaves out on a day, if these files were changed."""
+    return [name for name in SLOW if name != SLOW[day % len(SLOW)] and f"docs/{name}" not in files]
+
+
 def in_turn() -> Iterator[Any]:
-    """The pages.  A slow page has the mark `grid` on two of three days."""
+    """The pages.  A slow page that waits has the mark `grid`."""
+    wait = waiting(changed.files() or (), TODAY)
     for path in PAGES:
         name = str(path.relative_to(ROOT / "docs"))
-        waits = name in SLOW and (SLOW.index(name) + TODAY) % 3 != 0
-        yield pytest.param(path, id=name, marks=[pytest.mark.grid] if waits else [])
+        yield pytest.param(path, id=name, marks=[pytest.mark.grid] if name in wait else [])
 
 
 @pytest.mark.parametrize("path", [*in_turn()])
@@ -113,7 +119,10 @@ def test_every_block_of_the_page(path: Path, tmp_path: Path, tiny: Path, monkeyp
 
 def test_slow_pages_take_turns() -> None:
     assert {*SLOW} <= {str(path.relative_to(ROOT / "docs")) for path in PAGES}
-    assert sum(not param.marks for param in in_turn()) == len(PAGES) - len(SLOW) * 2 // 3
+    taken = [{*SLOW} - {*waiting((), day)} for day in range(TODAY, TODAY + 6)]
+    assert sorted(taken, key=str) == [{name} for name in sorted(SLOW)]
+    assert waiting([f"docs/{name}" for name in SLOW[1:]], 0) == []
+    assert {param.id for param in in_turn() if param.marks} <= {*waiting((), TODAY)}
 
 
 def test_the_site_has_blocks_that_run() -> None:

@@ -16,6 +16,7 @@ from sft.mcore.attention.key_source import LocalKeys
 from sft.mcore.backends import kernels
 from sft.mcore.modules.norm import RMSNorm
 from sft.parallel import context_parallel
+from sft.parallel.branches import Branches
 from tests.gpu import runs
 
 HEADS, GROUPS, SCALE = 8, 2, 0.125
@@ -89,13 +90,21 @@ def packed(lengths: list[int], heads: Heads) -> tuple[np.ndarray, list[Tensor]]:
     return boundaries, [*inputs, torch.randn(sum(lengths), heads.heads, heads.value_width, device="cuda").bfloat16()]
 
 
-def by_tiles(boundaries: np.ndarray, tensors: Sequence[Tensor], heads: Heads) -> list[Tensor]:
+def by_tiles(
+    boundaries: np.ndarray, tensors: Sequence[Tensor], heads: Heads, branches: Branches | None = None
+) -> list[Tensor]:
     """Output and gradients in fp32."""
-    inputs, grad = [x.float().requires_grad_() for x in tensors[:-1]], tensors[-1].float()
+    options: Any = {"window": heads.window, "softcap": heads.softcap, "branches": branches}
+    kernel = torch_kernel.TorchKernel.of(boundaries, 1, 0, tensors[0].device, **options)
+    return attended(kernel, [x.float() for x in tensors])
+
+
+def attended(kernel: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Output and gradients on one rank."""
+    inputs = [x.clone().requires_grad_() for x in tensors[:-1]]
     query, key, value, *sinks = inputs
-    kernel = torch_kernel.TorchKernel.of(boundaries, 1, 0, grad.device, window=heads.window, softcap=heads.softcap)
     out = packed_attention.packed_attention(query, key, value, kernel, SCALE, None, sinks=sinks[0] if sinks else None)
-    out.backward(grad)
+    out.backward(tensors[-1])
     return [out.detach(), *(x.grad for x in inputs if x.grad is not None)]
 
 
@@ -137,11 +146,26 @@ def by_flash(
 def test_flash_is_the_tiles(name: str, mix: str, kind: str, cp_size: int) -> None:
     heads = KINDS[kind]
     boundaries, tensors = packed(MIXES[mix], heads)
-    found = by_flash(fit(name, kind), boundaries, tensors, cp_size, heads)
-    expected = by_tiles(boundaries, tensors, heads)
+    close(by_flash(fit(name, kind), boundaries, tensors, cp_size, heads), by_tiles(boundaries, tensors, heads), heads)
+
+
+def close(found: Sequence[Tensor], expected: Sequence[Tensor], heads: Heads) -> None:
     errors = [float((a.float() - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
     assert len(errors) == 4 + heads.has_sinks
     assert errors[0] < FORWARD_TOLERANCE and max(errors[1:]) < BACKWARD_TOLERANCE, errors
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_branches(name: str, kind: str) -> None:
+    """Three behind different tokens of the first document, one of which has a branch; the last document has none."""
+    heads = KINDS[kind]
+    boundaries, tensors = packed([1024, 192, 320, 64, 256, 128], heads)
+    branches = Branches.of([-1, 0, 0, 2, 0, -1], [0, 100, 500, 33, 1000, 0])
+    options: Any = {"window": heads.window, "softcap": heads.softcap, "branches": branches}
+    operators = kernels.FLASH[fit(name, kind)]
+    kernel = FlashKernel.of(boundaries, 1, 0, tensors[0].device, operators=operators, **options)
+    close(attended(kernel, tensors), by_tiles(boundaries, tensors, heads, branches), heads)
 
 
 @pytest.mark.parametrize("mix, kind", [("skewed", "512"), ("one", "window cap"), ("many", "sinks")])
@@ -149,15 +173,9 @@ def test_tiles_on_tensor_cores_are_the_tiles(mix: str, kind: str) -> None:
     """In bf16 against fp32."""
     heads = KINDS[kind]
     boundaries, tensors = packed(MIXES[mix], heads)
-    inputs = [x.clone().requires_grad_() for x in tensors[:-1]]
-    query, key, value, *sinks = inputs
-    kernel = torch_kernel.TorchKernel.of(boundaries, 1, 0, query.device, window=heads.window, softcap=heads.softcap)
-    out = packed_attention.packed_attention(query, key, value, kernel, SCALE, None, sinks=sinks[0] if sinks else None)
-    out.backward(tensors[-1])
-    found = [out.detach(), *(x.grad for x in inputs if x.grad is not None)]
-    errors = [float((a.float() - b).norm() / b.norm()) for a, b in zip(found, by_tiles(boundaries, tensors, heads))]
-    assert len(errors) == 4 + heads.has_sinks
-    assert errors[0] < FORWARD_TOLERANCE and max(errors[1:]) < BACKWARD_TOLERANCE, errors
+    options: Any = {"window": heads.window, "softcap": heads.softcap}
+    kernel = torch_kernel.TorchKernel.of(boundaries, 1, 0, tensors[0].device, **options)
+    close(attended(kernel, tensors), by_tiles(boundaries, tensors, heads), heads)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,7 +12,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FLASH4, FFPA, LOSS, LINEAR = "FlashAttention-4", "ffpa-attn", "loss head", "linear attention"
 REFUSED = "refused"  # what both packages of attention must still refuse
-_CALLS = ("sft/mcore/attention/flash_kernel.py", "sft/mcore/attention/package.py")
+_CALLS = (
+    "sft/mcore/attention/flash_kernel.py",
+    "sft/mcore/attention/flash_call.py",
+    "sft/mcore/attention/package.py",
+)
 _FLASH4, _FFPA = "sft/mcore/attention/flash4.py", "sft/mcore/attention/ffpa.py"
 # Kind of compile_one.py -> files and folders.  A recipe or a family can add a configuration, but not break a kernel.
 FILES: Mapping[str, tuple[str, ...]] = {
@@ -36,12 +40,21 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
 
 def kinds() -> list[str]:
     """The kinds whose files or packages differ from those of the commit $BASE, by default the one before this."""
-    base = os.environ.get("BASE") or "HEAD~1"
-    if _git("rev-parse", "--verify", "--quiet", f"{base}^{{commit}}") is None:  # a clone without history
-        return [*FILES]
-    different = _git("diff", "--name-only", base) or ""
+    found = files()
+    return [*FILES] if found is None else touched(found, _git("diff", "--unified=0", _base(), "--", _PINS) or "")
+
+
+def files() -> list[str] | None:
+    """The files that differ from those of the commit $BASE; None in a clone without that commit."""
+    if _git("rev-parse", "--verify", "--quiet", f"{_base()}^{{commit}}") is None:
+        return None
+    different = _git("diff", "--name-only", _base()) or ""
     new = _git("ls-files", "--others", "--exclude-standard") or ""
-    return touched([*different.splitlines(), *new.splitlines()], _git("diff", "--unified=0", base, "--", _PINS) or "")
+    return [*different.splitlines(), *new.splitlines()]
+
+
+def _base() -> str:
+    return os.environ.get("BASE") or "HEAD~1"
 
 
 def touched(files: Collection[str], pins: str = "") -> list[str]:

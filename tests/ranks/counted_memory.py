@@ -41,6 +41,9 @@ _LATENT = [
     *("model.latent_attention.v_head_dim=32", "model.head_dim=null", "model.num_query_groups=null"),
     "model.qk_norm=false",
 ]
+_SHARD = ["parallel.distributed_optimizer=true"]
+_HEADS = ["model.num_attention_heads=16", "model.num_query_groups=4", "model.ffn_hidden_size=128"]
+_CHUNKS = ["train.head_chunks=4", "data.seq_length=4096"]
 _TP = ["parallel.tp=2", "parallel.sequence_parallel=true"]
 # The overrides and the number of ranks of each row.
 ROWS: dict[str, tuple[list[str], int]] = {
@@ -52,6 +55,8 @@ ROWS: dict[str, tuple[list[str], int]] = {
     "kept, linear": ([*WIDE, *_LINEAR, "train.recompute=attention_kept"], 1),
     "kept, latent": ([*_LATENT, "train.recompute=attention_kept", "train.offload_fraction=1"], 1),
     "tile": (["train.recompute=full", "train.mlp_tile=256"], 1),
+    "chunks": ([*_HEADS, *_CHUNKS, "train.recompute=full", "train.mlp_tile=256"], 1),
+    "chunks, selective": ([*_HEADS, *_CHUNKS, "train.recompute=selective", "model.qk_norm=true"], 1),
     "bf16": (["train.recompute=selective", "run.precision=bf16"], 1),
     "wide none": ([*WIDE, "train.recompute=none"], 1),
     "wide full": ([*WIDE, "train.recompute=full"], 1),
@@ -64,6 +69,13 @@ ROWS: dict[str, tuple[list[str], int]] = {
     "pp": (["parallel.pp=2", "train.recompute=selective", "train.global_batch_size=4"], 2),
     "virtual": (["parallel.pp=2", "parallel.virtual_stages=2", "train.recompute=none", "train.global_batch_size=4"], 2),
     "dp": (["train.recompute=full", "parallel.distributed_optimizer=true", "train.global_batch_size=2"], 2),
+    "gradients": ([*_SHARD, "parallel.shard=gradients", "train.recompute=selective", "parallel.cp=2"], 2),
+    "weights": ([*WIDE, *_SHARD, "parallel.shard=weights", "train.recompute=selective", "parallel.cp=2"], 2),
+    "weights, bf16 gradients": (
+        [*WIDE, *_SHARD, "parallel.shard=weights", "train.recompute=attention_kept", "parallel.cp=2"]
+        + ["run.precision=bf16", "optim.grad_dtype=bf16"],
+        2,
+    ),
     "experts": ([*_EXPERTS, "model.moe.ffn_hidden_size=256", "train.recompute=none"], 1),
     "ep": (
         [*_EXPERTS, "model.moe.ffn_hidden_size=256", "parallel.ep=2", "train.recompute=selective"]

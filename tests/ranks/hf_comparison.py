@@ -140,15 +140,20 @@ def compare_gradients(
     packs: list[list[Sample]],
     decay_tolerance: float = DECAY_TOLERANCE,
     around: Around = (),
+    tolerance: float = GRADIENT_TOLERANCE,
+    texts: Sequence[Sample] | None = None,
 ) -> None:
-    """Compares the mean loss over the supervised tokens of all packs, and each gradient by its norm."""
+    """Compares the mean loss over the supervised tokens of all packs, and each gradient by its norm.
+
+    texts: what transformers computes, one after the other; None: the samples of all packs
+    """
     world_size, overrides = layout
     reference = in_float64(model.model)
-    expected_loss, count = backward(reference, [sample for pack in packs for sample in pack])
+    expected_loss, count = backward(reference, texts or [sample for pack in packs for sample in pack])
     recipe = [*model.recipe, *overrides]
     results = ranks(world_size).run(*around, chunked_gradients, recipe, str(model.source), packs)
     for result in results:
         assert result["num_tokens"] == count
         assert result["loss"] == pytest.approx(expected_loss, rel=MEAN_LOSS_TOLERANCE)
     gradients, expected = in_stored_names(model.source, results), stored_gradients(reference)
-    check_parameters(gradients, expected, GRADIENT_TOLERANCE, decay_tolerance)
+    check_parameters(gradients, expected, tolerance, decay_tolerance)

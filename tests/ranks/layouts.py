@@ -1,10 +1,6 @@
-"""The dimensions of a layout, the values that fit together, and the recipe overrides for them.
+"""The dimensions of a layout, the values that fit together, and the recipe overrides for them."""
 
-`make test` runs `COVERING`, which has every pair of values that fits on at most four ranks.  `make test-all` also runs
-`GRID`: every way to divide the work of a dense model and of a mixture of experts.
-"""
-
-from tests.covering import Case, all_cases, covering_set
+from tests.covering import Case
 
 DIMENSIONS = {
     "model": ["dense", "experts", "gemma", "gpt_oss", "linear", "linear_experts", "routers", "latent", "gemma4"],
@@ -20,15 +16,18 @@ DIMENSIONS = {
     "shard": ["optimizer", "gradients", "weights"],
     "shard_size": [None, 2],
     "recompute": ["none", "selective", "attention_kept", "full"],
+    "head_chunks": [None, 2],
     "activation_offload": [0, 1],
     "optimizer_offload": [0, 1],
     "precision": ["fp32", "bf16"],
     "loss": ["fused", "chunked", "full"],
+    "trees": [False, True],
 }
 CP, TP, PP, EP = ["parallel.cp=2"], ["parallel.tp=2"], ["parallel.pp=2"], ["parallel.ep=2"]
 SP = [*TP, "parallel.sequence_parallel=true"]
 SHARDED = ["parallel.distributed_optimizer=true"]
 NUM_LAYERS, NUM_EXPERTS, TOP_K, GLOBAL_BATCH_SIZE = 4, 4, 2, 4  # values of scenarios.RECIPE and of MOE
+NUM_KEY_HEADS = 4  # the same
 MOE = [
     f"model.moe.num_experts={NUM_EXPERTS}",
     f"model.moe.top_k={TOP_K}",
@@ -94,6 +93,7 @@ MODELS = {
 }
 SLOW_CP = ["parallel.intra_node_gb_s=1e-6"]  # so slow that the planner chooses small groups for tiny packs
 SWITCHES = ("sequence_parallel", "distributed_optimizer", "dynamic_cp")  # keys of the section `parallel`
+CHUNKED = ("dense", "experts", "gemma", "gpt_oss", "gemma4")  # keys of MODELS
 MIXTURES = ("experts", "gemma4", "gpt_oss", "linear_experts", "routers")  # keys of MODELS
 ALL_ON = ["parallel.sequence_parallel=true", "parallel.distributed_optimizer=true", "train.recompute=full"]
 # fp32 sums taken in another order: measured 1e-8 (loss) and 4e-8 (norm) over five steps.
@@ -114,31 +114,27 @@ def world_size(case: Case) -> int:
     return case["tp"] * case["cp"] * case["pp"] * case["dp"]
 
 
-def fits(case: Case) -> bool:
-    """Whether the documentation allows the combination.  The rules are repeated here, so that a wrong refusal fails a
-    test.
-
-    There are at most four ranks.  Sequence parallelism has no effect without tp, and experts with tp need it.  Virtual
-    stages need a pipeline, whole layers, and a number of microbatches that is a multiple of pp.  Dynamic CP needs cp.
-    ep needs experts, and divides tp x cp x dp.  Activation offload is only allowed if most activations are recomputed.
-    megatron-core's CPU optimizer needs bf16 and the distributed optimizer.  Sharding needs the distributed optimizer
-    and several ranks of dp x cp, and weights are not sharded in a pipeline.
-    """
-    tp, pp, virtual, dp, ep = (case[key] for key in ("tp", "pp", "virtual_stages", "dp", "ep"))
-    is_sharded, copies = case["shard"] != "optimizer", dp * case["cp"]
-    return (
-        world_size(case) <= 4
-        and case["sequence_parallel"] <= (tp > 1)
-        and case["dynamic_cp"] <= (case["cp"] > 1)
-        and (case["model"] not in MIXTURES or tp == 1 or case["sequence_parallel"])
-        and (virtual == 1 or (pp > 1 and NUM_LAYERS % (pp * virtual) == 0 and GLOBAL_BATCH_SIZE // dp % pp == 0))
-        and (ep == 1 or (case["model"] in MIXTURES and tp * case["cp"] * dp % ep == 0))
-        and (not case["activation_offload"] or case["recompute"] != "none")
-        and (not is_sharded or (case["distributed_optimizer"] and copies > 1))
-        and (case["shard"] != "weights" or pp == 1)
-        and (case["shard_size"] is None or (is_sharded and copies == 4))
-        and (not case["optimizer_offload"] or (case["precision"] == "bf16" and case["distributed_optimizer"]))
-    )
+# The combinations that the documentation allows.  The rules are repeated here, so that a wrong refusal fails a test.
+RULES = (
+    lambda tp, cp, pp, dp: tp * cp * pp * dp <= 4,
+    lambda tp, sequence_parallel: sequence_parallel <= (tp > 1),
+    lambda cp, dynamic_cp: dynamic_cp <= (cp > 1),
+    lambda model, tp, sequence_parallel: model not in MIXTURES or tp == 1 or sequence_parallel,
+    lambda pp, virtual_stages: virtual_stages == 1 or (pp > 1 and NUM_LAYERS % (pp * virtual_stages) == 0),
+    lambda pp, virtual_stages, dp: virtual_stages == 1 or GLOBAL_BATCH_SIZE // dp % pp == 0,
+    lambda model, tp, cp, dp, ep: ep == 1 or (model in MIXTURES and tp * cp * dp % ep == 0),
+    # Activations can be offloaded if most of them are recomputed.
+    lambda recompute, activation_offload: not activation_offload or recompute != "none",
+    # Chunks of heads are of softmax attention without a gate and without norms over all heads.
+    lambda model, tp, head_chunks: head_chunks is None or (model in CHUNKED and tp < NUM_KEY_HEADS),
+    # Sharding divides the work of the distributed optimizer among copies; a pipeline does not shard weights.
+    lambda cp, dp, distributed_optimizer, shard: shard == "optimizer" or (distributed_optimizer and dp * cp > 1),
+    lambda pp, shard: shard != "weights" or pp == 1,
+    lambda cp, dp, shard, shard_size: shard_size is None or (shard != "optimizer" and dp * cp == 4),
+    # megatron-core's CPU optimizer
+    lambda distributed_optimizer, optimizer_offload, precision: not optimizer_offload
+    or (precision == "bf16" and distributed_optimizer),
+)
 
 
 def overrides(case: Case) -> list[str]:
@@ -150,9 +146,11 @@ def overrides(case: Case) -> list[str]:
         f"parallel.shard_size={case['shard_size'] or 'null'}",
         *(SLOW_CP if case["dynamic_cp"] else []),
         f"train.recompute={case['recompute']}",
+        f"train.head_chunks={case['head_chunks'] or 'null'}",
         f"train.offload_fraction={case['activation_offload']}",
         f"optim.offload_fraction={case['optimizer_offload']}",
         f"run.precision={case['precision']}",
+        f"data.turns={'each' if case['trees'] else 'chat'}",
         f"loss.impl={case['loss']}",
         f"loss.chunk_size={'null' if case['loss'] == 'full' else 24}",
     ]
@@ -163,9 +161,3 @@ def name(case: Case) -> str:
     plain = {key: values[0] for key, values in DIMENSIONS.items()}
     parts = [f"{key} {value}" for key, value in case.items() if value != plain[key] and key not in ("model",)]
     return " ".join([case["model"], *parts])
-
-
-COVERING = covering_set(DIMENSIONS, fits)
-PLAIN = {key: values[:1] for key, values in DIMENSIONS.items()}
-DIVIDED = ("tp", "sequence_parallel", "cp", "dynamic_cp", "pp", "virtual_stages", "dp", "ep")
-GRID = all_cases({**PLAIN, "model": ["dense", "experts"], **{key: DIMENSIONS[key] for key in DIVIDED}}, fits)

@@ -18,6 +18,7 @@ from sft.mcore.backends.portable import Portable
 from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.engine import Engine
 from sft.parallel import context_parallel
+from sft.parallel.branches import Branches
 from sft.parallel.layout import Layout
 from sft.probe.session import model, session
 from sft.recipe.load import load_recipe
@@ -25,16 +26,29 @@ from tests.launching import RECIPE
 from tests.ranks.commands import sft
 from tests.ranks.pool import RankPool, join
 
+TREES = "data.turns=each"
+
 
 def prepare(folder: Path, text: str = RECIPE) -> Path:
     """A recipe with prepared data: packs of 256 bytes with three chats of different lengths."""
     lengths = [(i % 7, 9 + 5 * i % 23) for i in range(24)]
     chats = [[("user", "?" * n), ("assistant", "ab" * m)] for n, m in lengths]
     rows = [[{"role": role, "content": text} for role, text in chat] for chat in chats]
-    (folder / "chat.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
+    return _prepared(folder, [{"messages": row} for row in rows], text)
+
+
+def prepare_trees(folder: Path) -> Path:
+    """A recipe with prepared data: packs of two trees, each with three answers to one question."""
+    answers = [["ab" * (4 + i % 3), "cd" * (5 + i % 5), "ef" * (14 + i % 2)] for i in range(24)]
+    rows = [{"prompt": "?" * (9 + i % 7), "completions": texts} for i, texts in enumerate(answers)]
+    return _prepared(folder, rows, RECIPE, TREES)
+
+
+def _prepared(folder: Path, rows: list[dict[str, Any]], text: str, *overrides: str) -> Path:
+    (folder / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
     recipe = folder / "recipe.yaml"
     recipe.write_text(text.format(folder=folder))
-    assert main(["data", "prepare", str(recipe)]) == 0
+    assert main(["data", "prepare", str(recipe), *overrides]) == 0
     return recipe
 
 
@@ -64,6 +78,20 @@ def ignored_boundaries() -> Any:
         if os.environ["RANK"] == "1":
             cu_seqlens, max_seqlen = cu_seqlens[[0, -1]], int(cu_seqlens[-1])
         return documents(backend, cu_seqlens, max_seqlen, *rest)
+
+    return mock.patch.object(Portable, "documents", faulty)
+
+
+def seen_sibling() -> Any:
+    """Fault: a branch continues the first token of the branch before it, where both have the same parent."""
+    documents = Portable.documents
+
+    def faulty(backend: Portable, *arguments: Any) -> Any:
+        *others, branches = arguments
+        is_second = np.append(False, (branches.parents[1:] >= 0) & (np.diff(branches.parents) == 0))
+        numbers = np.arange(len(branches))
+        parents = np.where(is_second, numbers - 1, branches.parents)
+        return documents(backend, *others, Branches.of(parents, np.where(is_second, 1, branches.forks)))
 
     return mock.patch.object(Portable, "documents", faulty)
 
@@ -140,6 +168,7 @@ def other_plan() -> Any:
 FAULTS: dict[str, Callable[[], Any]] = {
     "other plan on a rank": other_plan,
     "cu_seqlens ignored on one stage": ignored_boundaries,
+    "a branch sees its sibling": seen_sibling,
     "labels shifted after the split": late_shift,
     "positions not reset": running_positions,
     "contiguous split": contiguous_split,

@@ -34,9 +34,11 @@ from sft.metrics.totals import StepResult, Totals
 from sft.parallel import context_parallel
 from sft.parallel.alignment import pack_multiple
 from sft.parallel.layout import Layout
+from sft.parallel.shapes import SampleSizes, Shapes
 from sft.recipe.load import parse_recipe
 from sft.weights.trained import trained_weights
 from tests.ranks.pool import RankPool, join
+from tests.tree_samples import tree_and_texts
 
 VOCAB = 301  # a prime number, so no multiple of a layout size
 DECAYS = (".A_log", ".dt_bias")  # ends of the names of the parameters that make the decay of linear attention
@@ -66,6 +68,7 @@ class SkewedCorpus:
     def __init__(self, lengths: Sequence[int], vocab: int = VOCAB) -> None:
         rng = np.random.default_rng(3)
         self.lengths = np.array(lengths, dtype=np.int64)
+        self.shapes: SampleSizes = self.lengths
         self._tokens = [rng.integers(0, vocab, size=n, dtype=np.int32) for n in lengths]
 
     def __len__(self) -> int:
@@ -75,6 +78,44 @@ class SkewedCorpus:
         tokens = self._tokens[sample_id]
         mask = np.arange(len(tokens)) >= 0.75 * len(tokens)
         return Sample(sample_id=sample_id, tokens=tokens, weights=mask.astype(np.float32), source=sample_id % 2)
+
+
+class TreeCorpus(SkewedCorpus):
+    """Every third sample is a tree: a document, two branches at one fork, and a branch of the second of them.
+
+    Its documents are padded to multiples of 32 tokens.  The last quarter of each text is supervised.
+    """
+
+    def __init__(self, lengths: Sequence[int], vocab: int = VOCAB) -> None:
+        super().__init__(lengths, vocab)
+        self._trees: dict[int, Sample] = {}
+        for sample_id in range(0, len(lengths), 3):
+            first = 30 + 3 * (sample_id % 17)
+            sizes, parents, forks = [first, 20, 35, 7], [-1, 0, 0, 2], [0, first // 2, first // 2, 9]
+            ends = [(0, first), (1, 20), (2, 35), (3, 7)]
+            counts = [first, first // 2 + 20, first // 2 + 35, first // 2 + 16]
+            supervised = [(count - count // 4, count) for count in counts]
+            self._trees[sample_id], _ = tree_and_texts(
+                sizes, parents, forks, ends, supervised, seed=sample_id, vocab=vocab, sample_id=sample_id
+            )
+        documents = [
+            (
+                [(int(self.lengths[i]), 0)]
+                if i not in self._trees
+                else list(
+                    zip(np.diff(self._trees[i].tree.starts).tolist(), self._trees[i].tree.branches.depths.tolist())
+                )
+            )
+            for i in range(len(lengths))
+        ]
+        sizes_and_depths = np.array([pair for of_sample in documents for pair in of_sample])
+        starts = np.cumsum([0, *map(len, documents)])
+        self.shapes = Shapes(starts, *sizes_and_depths.T)
+        self.lengths = np.asarray(self.shapes)
+
+    def sample(self, sample_id: int) -> Sample:
+        tree = self._trees.get(sample_id)
+        return super().sample(sample_id) if tree is None else replace(tree, source=sample_id % 2)
 
 
 # 20 packs of up to 256 tokens, that is, five global batches of four packs.
@@ -126,8 +167,9 @@ def running(
 
 def loader_of(engine: Engine, corpus: Any = None) -> Loader:
     config, layout = engine.config, engine.layout
-    corpus = SkewedCorpus(LENGTHS) if corpus is None else corpus
-    plans = EpochPlans(corpus.lengths, config.data, seed=0, global_batch_size=layout.global_batch_size)
+    if corpus is None:
+        corpus = (TreeCorpus if config.data.turns == "each" else SkewedCorpus)(LENGTHS)
+    plans = EpochPlans(corpus.shapes, config.data, seed=0, global_batch_size=layout.global_batch_size)
     return Loader(
         corpus,
         plans,
@@ -149,6 +191,7 @@ def collator_of(engine: Engine, cp_size: int | None = None) -> Collator:
         pad_id=0,
         pad_to_length=data.seq_length * size // layout.cp if data.pad_to_seq_length else 0,
         reduction=engine.config.loss.reduction,
+        shared=engine.config.loss.shared,
         cp_size=size,
         cp_rank=engine.groups.cp_rank % size,
     )
@@ -302,7 +345,7 @@ def backward(engine: Engine, microbatches: list[Microbatch]) -> tuple[Totals, di
 
 def local_token_losses(engine: Engine, microbatch: Microbatch) -> Tensor | None:
     """-log p(label) of every local token, float32 [t], on the last pipeline stage; None elsewhere."""
-    everywhere = replace(microbatch, loss_weights=torch.ones_like(microbatch.loss_weights))
+    everywhere = replace(microbatch, loss_weights=torch.ones_like(microbatch.loss_weights), further=None)
     return next((-rows.logprob for _, rows in engine.measure([everywhere], forward_only=True)), None)
 
 

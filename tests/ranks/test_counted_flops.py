@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft.batch import Sample
 from sft.estimate.products import attention_flops, attention_reached, head_product, layer_products
+from sft.layers.flops import TrainFlops
 from sft.layers.matrices import ModelProducts
 from sft.mcore.attention import torch_kernel
 from sft.mcore.linear_attention import torch_kernel as delta_kernel
@@ -25,6 +26,7 @@ from tests.ranks import scenarios
 from tests.ranks.hf_models import recipe_of
 from tests.ranks.layouts import GEMMA, GEMMA4, GEMMA4_EXPERTS, GPT_OSS, LATENT, LINEAR, MOE, ROUTERS
 from tests.ranks.pool import Ranks
+from tests.tree_samples import tree_and_texts
 from tests.unit.fixtures import hf
 
 # In attention, a tile of queries also computes the scores of keys after its first query: half a tile of 8 for each
@@ -72,10 +74,10 @@ class Counted(TorchDispatchMode):
             yield
 
 
-def count(overrides: list[str], samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
-    """FLOPs of one training step on this rank, counted and predicted."""
+def count(overrides: list[str], samples: Sequence[Sample], tile: int = TILE) -> dict[str, dict[str, float]]:
+    """FLOPs of one training step on this rank, counted and predicted.  tile: number of queries in a tile of scores"""
     counted = Counted()
-    with scenarios.running(overrides) as engine, mock.patch.object(torch_kernel, "QUERY_TILE", TILE):
+    with scenarios.running(overrides) as engine, mock.patch.object(torch_kernel, "QUERY_TILE", tile):
         microbatch = scenarios.microbatch_of(engine, samples)
         labels = float((microbatch.loss_weights > 0).sum())
         with (
@@ -94,6 +96,9 @@ def count(overrides: list[str], samples: Sequence[Sample]) -> dict[str, dict[str
         head = head_product(config, layout, of_model, scenarios.VOCAB, labels)
         keys, values = config.model.resolved_head_dim, config.model.value_head_dim
         attention = sum(flops for _, _, flops in attention_flops(config.model, LENGTH)) / layout.tp / layout.cp
+        if microbatch.branches is not None:
+            flops = TrainFlops.of(config.model, scenarios.VOCAB)
+            attention = flops.attention(microbatch.lengths, microbatch.branches.depths) / 3 / layout.tp / layout.cp
         predicted = {
             "products": sum(p.flops * p.num_runs for p in layer_products(config, layout, of_model, tokens)),
             "head": head.flops * head.num_runs,
@@ -130,6 +135,7 @@ CASES = {
     "tied, full": ["model.tie_embeddings=true", FULL],
     "tiles": ["train.mlp_tile=128"],
     "tiles, full": ["train.mlp_tile=128", FULL],
+    "chunks of heads, full": ["train.head_chunks=2", FULL],
     "experts, selective": [*SHARED, SELECTIVE],
     "experts, full": [*SHARED, FULL, "model.moe.shared_gate=true"],
     "gpt-oss": [*MOE, *GPT_OSS, *WINDOW],
@@ -165,6 +171,34 @@ def test_two_ranks(ranks: Ranks, overrides: list[str]) -> None:
         check(result)
 
 
+def tree() -> list[Sample]:
+    """512 tokens: a trunk, two branches at one fork, and a branch of the second of them."""
+    sample, _ = tree_and_texts(
+        lengths=[256, 128, 64, 64],
+        parents=[-1, 0, 0, 2],
+        forks=[0, 251, 251, 43],
+        ends=[(0, 256), (1, 128), (2, 64), (3, 64)],
+        supervised=[(200, 256), (251, 300), (251, 315), (260, 358)],
+        seed=0,
+        vocab=scenarios.VOCAB,
+    )
+    return [sample]
+
+
+@pytest.mark.parametrize(
+    "world_size,overrides",
+    [(1, CASES["gpt-oss"]), (1, [*LATENT, FULL]), (2, ["parallel.cp=2"])],
+    ids=["gpt-oss", "latent, full", "cp"],
+)
+def test_branches(ranks: Ranks, world_size: int, overrides: list[str]) -> None:
+    """A token before branches counts once, and a pair of tokens of a branch and of its parent counts as any other.
+
+    Tiles are half as large, because queries of short documents have fewer keys.
+    """
+    for result in ranks(world_size).run(count, [*ONE, *TWO_LAYERS, *overrides], tree(), TILE // 2):
+        check(result)
+
+
 def lora(*targets: str) -> str:
     return f"lora={{rank: 3, alpha: 8, targets: [{', '.join(targets)}]}}"
 
@@ -174,7 +208,7 @@ def lora(*targets: str) -> str:
     [
         ("qwen3", 1, [lora("q_proj", "down_proj")]),
         ("qwen3", 1, [lora("o_proj"), SELECTIVE]),
-        ("qwen3", 1, [lora("all-linear"), FULL]),
+        ("qwen3", 1, [lora("all-linear"), FULL, "train.head_chunks=2"]),
         ("qwen3", 2, [lora("k_proj", "o_proj", "up_proj"), "parallel.tp=2", "parallel.sequence_parallel=true"]),
         ("qwen3", 1, ["train.freeze=[embed_tokens, model.layers.0.*]", SELECTIVE]),
         ("qwen3", 1, ["train.freeze=[embed_tokens, model.layers.*.mlp.*]", FULL]),

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,12 +14,15 @@ from sft.data.packing.cp_cost import CpCost
 from sft.data.packing.cp_grid import predict
 from sft.metrics.records import train_record
 from sft.metrics.run_facts import RunFacts
+from sft.parallel.cp_bytes import CpBytes
 from tests.ranks import scenarios
 from tests.ranks.layouts import GEMMA, LATENT, LINEAR, MOE, ROUTERS
 from tests.ranks.pool import Ranks
+from tests.tree_samples import tree_and_texts
 
 SLOW = "parallel.intra_node_gb_s=1e-6"  # so slow that the plan takes the smallest groups
 DYNAMIC = ["parallel.cp=4", "parallel.dynamic_cp=true", SLOW]
+TREES = [*DYNAMIC, "data.turns=each"]  # a branch sends no key of its parents once more
 HALF = ["parallel.cp=2", "parallel.dynamic_cp=true", SLOW]
 SHORT = [30, 64, 5, 61, 33, 2, 17, 48] * 12  # a rank holds 256 / 4 tokens
 # For a pack: in each of 4 layers and 4 head groups, keys and values are gathered twice, and gradients are scattered.
@@ -64,7 +68,7 @@ def steps(overrides: list[str], lengths: Sequence[int]) -> list[dict[str, Any]]:
     """For each of two steps: packs of this rank by CP size, its collectives and bytes over cp, the record of the log,
     and predicted bytes."""
     with scenarios.running(overrides) as engine:
-        corpus = scenarios.SkewedCorpus(lengths)
+        corpus = (scenarios.TreeCorpus if engine.config.data.turns == "each" else scenarios.SkewedCorpus)(lengths)
         loader, sizes = scenarios.loader_of(engine, corpus), engine.layout.cp_sizes or (engine.layout.cp,)
         run = RunFacts.of(engine.config, engine.layout, engine.vocab_size)
         groups = [group for size in sizes if (group := engine.groups.cp_group(size).members) is not None]
@@ -74,7 +78,7 @@ def steps(overrides: list[str], lengths: Sequence[int]) -> list[dict[str, Any]]:
             with OverCp(groups) as over_cp:
                 result = engine.train_step(microbatches)
             record = train_record(step, result, run, seconds=1.0)
-            predicted = predict(loader.grid(step), corpus.lengths, CpCost.of(engine.config))
+            predicted = predict(loader.grid(step), corpus.shapes, CpCost.of(engine.config))
             of_stage = predicted.num_bytes  # for one pipeline stage and one tp rank
             plan = of_stage * engine.layout.tp * engine.layout.pp
             packs = Counter(mb.cp_size for mb in microbatches)
@@ -88,6 +92,7 @@ def steps(overrides: list[str], lengths: Sequence[int]) -> list[dict[str, Any]]:
     "overrides",
     [
         DYNAMIC,
+        TREES,
         [*HALF, *LINEAR, "parallel.tp=2"],
         [*DYNAMIC, *LATENT],
         # Keys and values of 8 heads have 136 numbers per token, the latent with the rotary key 24.
@@ -97,7 +102,7 @@ def steps(overrides: list[str], lengths: Sequence[int]) -> list[dict[str, Any]]:
         pytest.param([*HALF, "parallel.pp=2"], marks=pytest.mark.grid),
         pytest.param([*HALF, "train.recompute=full"], marks=pytest.mark.grid),
     ],
-    ids=["dense", "linear-tp2", "latent", "keys of latents", "windows", "linear", "pp2", "dp2"],
+    ids=["dense", "trees", "linear-tp2", "latent", "keys of latents", "windows", "linear", "pp2", "dp2"],
 )
 def test_bytes_over_cp_are_those_of_the_log_and_of_the_plan(ranks: Ranks, overrides: list[str]) -> None:
     """In the dense model, the number of collectives is also checked: those of the layers, and one of metrics for each
@@ -109,10 +114,43 @@ def test_bytes_over_cp_are_those_of_the_log_and_of_the_plan(ranks: Ranks, overri
         sent = sum(rank["sent"].total() for rank in of_step)
         assert sent == of_step[0]["log"]["cp-bytes"] > 0
         assert sent == of_step[0]["plan"]
-    if overrides == DYNAMIC:
+    if overrides in (DYNAMIC, TREES):
         for rank in (rank for of_step in zip(*results) for rank in of_step):
             packs = {size: number for size, number in rank["packs"].items() if size > 1}
             assert rank["calls"] == {size: number * NUM_COLLECTIVES + 1 for size, number in packs.items()}
+
+
+def of_a_tree(overrides: list[str]) -> tuple[float, list[float]]:
+    """Bytes that this rank sends over cp for a tree, and those of the equations: with its branches, and without."""
+    # On two ranks, rank 1 holds the tokens 32 to 95 of the trunk.  The last tokens before each fork are there.
+    sample, _ = tree_and_texts(
+        lengths=[128, 64, 64],
+        parents=[-1, 0, 0],
+        forks=[0, 70, 80],
+        ends=[(0, 128), (1, 64), (2, 64)],
+        supervised=[(100, 128), (70, 134), (80, 144)],
+        seed=0,
+        vocab=scenarios.VOCAB,
+    )
+    with scenarios.running(overrides) as engine:
+        microbatch = scenarios.microbatch_of(engine, [sample])
+        group = engine.groups.cp_group(2).members
+        assert group is not None
+        with OverCp([group]) as over_cp:
+            engine.train_step([microbatch])
+        padded, equations = np.diff(microbatch.cu_seqlens.numpy().astype(np.int64)), CpBytes.of(engine.config)
+        said = [float(equations.document_bytes(padded, 2, branches).sum()) for branches in (microbatch.branches, None)]
+        return over_cp.num_bytes.total(), said
+
+
+def test_bytes_of_the_windows_of_branches(ranks: Ranks) -> None:
+    """Rank 0 receives the last 6 tokens before each of two branches, in each of two layers."""
+    window = ["model.sliding_window=7", "model.sliding_window_layers=[1, 3]"]
+    results = ranks(2).run(of_a_tree, ["parallel.cp=2", "train.global_batch_size=1", *window])
+    with_branches, without = results[0][1]
+    assert sum(sent for sent, _ in results) == with_branches
+    # 4 key heads of 4 numbers; keys and values twice, and gradients once, in fp32
+    assert with_branches - without == 2 * 2 * 6 * (2 * 4 * 4) * (4 + 4 + 4)
 
 
 NUMBERS = 20 + 4  # elements of the latent and the rotary key of a token, which a rank sends instead of 8 x (10 + 7)

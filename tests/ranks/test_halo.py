@@ -1,5 +1,6 @@
-"""Sliding windows under context parallelism: outputs, gradients, isolation and bytes, on real ranks."""
+"""Sliding windows and branches under context parallelism: outputs, gradients, isolation and bytes, on real ranks."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,13 +19,16 @@ from sft.mcore.attention.flash_kernel import FlashKernel
 from sft.mcore.attention.packed_attention import packed_attention
 from sft.mcore.attention.torch_kernel import TorchKernel
 from sft.parallel import length_classes
+from sft.parallel.branches import Branches
 from sft.parallel.context_parallel import local_indices
 from tests.plain_flash import PLAIN
 from tests.ranks.pool import Ranks, joined
 from tests.reference_attention import in_one_piece
+from tests.trees import text_by_text
 
 HEADS, GROUPS, WIDTH, SCALE = 4, 2, 8, 0.4
 FLOAT64_TOLERANCE = 1e-12
+BRANCHES_TOLERANCE = 1e-11  # gradients of a parent's keys are sums over all branches
 IN_CLASSES = replace(PLAIN, starts_all_blocks=True)
 LENGTHS = [48, 0, 16, 96, 32]  # with cp 4, chunks of 6, 2, 12 and 4 tokens
 SINKS = [6.0, -2.0, 0.5, 3.0]
@@ -41,7 +45,13 @@ def boundaries(lengths: Sequence[int]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
-def attend(lengths: Sequence[int], window: int | None, other: int | None = None, flash: bool = False) -> dict[str, Any]:
+def attend(
+    lengths: Sequence[int],
+    window: int | None,
+    other: int | None = None,
+    flash: bool = False,
+    branches: Branches | None = None,
+) -> dict[str, Any]:
     """The output and gradients of this rank's tokens, and the bytes that this rank sends by all-to-all.
 
     other: a document whose tokens are replaced; flash: whether to use the flash kernel, with its CPU replacement
@@ -60,7 +70,7 @@ def attend(lengths: Sequence[int], window: int | None, other: int | None = None,
         with mock.patch.multiple(
             length_classes, BLOCK=4, CALL_BLOCKS=0, COPY_BLOCKS=0.0
         ):  # so small packs have classes
-            kernel = kind(cu_seqlens, size, rank, cpu, window=window)
+            kernel = kind(cu_seqlens, size, rank, cpu, window=window, branches=branches)
         sent, all_to_all = [0], dist.all_to_all_single
 
         def counted(received: Tensor, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -78,8 +88,16 @@ def attend(lengths: Sequence[int], window: int | None, other: int | None = None,
         return {"rows": rows, "out": out.detach(), "gradients": gradients, "forward": forward, "both": sent[0]}
 
 
-@pytest.mark.parametrize("cp_size", [2, 4])
-@pytest.mark.parametrize("window", [1, 2, 7, 13, 40, 1000, None])
+QUICK = {(2, 2), (2, 40), (2, None), (4, 1), (4, 7), (4, 13), (4, 1000)}  # (size of cp, window)
+
+
+@pytest.mark.parametrize(
+    "cp_size,window",
+    [
+        pytest.param(*case, marks=[] if case in QUICK else pytest.mark.grid)
+        for case in itertools.product((2, 4), (1, 2, 7, 13, 40, 1000, None))
+    ],
+)
 def test_outputs_and_gradients(ranks: Ranks, cp_size: int, window: int | None) -> None:
     """Windows of one token, and windows shorter and longer than a chunk and than documents; sinks."""
     whole = [x.requires_grad_() for x in (*tensors(LENGTHS)[:3], torch.tensor(SINKS, dtype=torch.float64))]
@@ -94,8 +112,26 @@ def test_outputs_and_gradients(ranks: Ranks, cp_size: int, window: int | None) -
         close(sum(of_rank["gradients"][3] for of_rank in found), gradients[3])
 
 
-def close(found: Any, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=FLOAT64_TOLERANCE, atol=FLOAT64_TOLERANCE)
+def test_branches(ranks: Ranks) -> None:
+    """Of the fourth document, one behind its token 10, one behind its token 50 with a branch, and one at its end."""
+    lengths = [48, 0, 16, 96, 32, 8, 24, 8]
+    branches = Branches.of([-1, -1, -1, -1, 3, 3, 5, 3], [0, 0, 0, 0, 10, 50, 5, 96])
+    *inputs, grad = tensors(lengths)
+    whole = [x.requires_grad_() for x in (*inputs, torch.tensor(SINKS, dtype=torch.float64))]
+    for window in (7, None):
+        expected = text_by_text(*whole[:3], boundaries(lengths), branches, SCALE, window=window, sinks=whole[3])
+        gradients = torch.autograd.grad(expected, whole, grad)
+        for flash in (False, True):
+            found = ranks(4).run(attend, lengths, window, None, flash, branches)
+            for of_rank in found:
+                close(of_rank["out"], expected[of_rank["rows"]])
+                for ours, theirs in zip(of_rank["gradients"][:3], gradients[:3]):
+                    close(ours, theirs[of_rank["rows"]], BRANCHES_TOLERANCE)
+            close(sum(of_rank["gradients"][3] for of_rank in found), gradients[3])
+
+
+def close(found: Any, expected: Tensor, tolerance: float = FLOAT64_TOLERANCE) -> None:
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_a_document_does_not_know_its_neighbours(ranks: Ranks) -> None:

@@ -44,48 +44,55 @@ def rope(kind: str, theta: float, **more: float) -> dict[str, Any]:
 
 
 CASES: dict[str, Case] = {
-    "llama": Case(dict(family="llama", rms_norm_eps=1e-5), losses="one cp", gradients="one", more_losses="tp_whole pp"),
+    "llama": Case(dict(family="llama", rms_norm_eps=1e-5), losses="cp", gradients="one", more_losses="one tp_whole pp"),
     "llama all heads": Case(
         dict(family="llama", num_key_value_heads=8, tied=True), losses="one tp_whole", more_losses="cp pp"
     ),
-    "mistral": Case(dict(family="mistral"), losses="one pp", gradients="one", more_losses="cp tp_whole"),
-    "qwen2": Case(dict(family="qwen2"), losses="one cp", gradients="one", more_losses="tp_whole pp"),
-    "qwen3 tied": Case(dict(family="qwen3", tied=True), losses="one tp_whole", gradients="one", more_losses="cp pp"),
+    "mistral": Case(dict(family="mistral"), losses="pp", gradients="one", more_losses="one cp tp_whole"),
+    "qwen2": Case(dict(family="qwen2"), losses="cp", gradients="one", more_losses="one tp_whole pp"),
+    "qwen3 tied": Case(dict(family="qwen3", tied=True), losses="tp_whole", gradients="one", more_losses="one cp pp"),
     # The settings of the models that Qwen released.
     "qwen3 moe": Case(
         dict(family="qwen3_moe", norm_topk_prob=True),
-        losses="one ep",
-        gradients="one ep cp_ep",
-        more_losses="cp_ep tp_ep pp",
+        losses="ep",
+        gradients="one cp_ep",
+        more_losses="one cp_ep tp_ep pp",
+        more_gradients="ep",
     ),
     "qwen3 moe, weights of the softmax": Case(
         dict(family="qwen3_moe", tied=True), losses="one cp_ep", more_losses="ep tp_ep pp"
     ),
-    "mixtral": Case(dict(family="mixtral"), losses="one tp_ep", gradients="one ep cp_ep", more_losses="ep cp_ep pp"),
+    "mixtral": Case(
+        dict(family="mixtral"),
+        losses="tp_ep",
+        gradients="one ep",
+        more_losses="one ep cp_ep pp",
+        more_gradients="cp_ep",
+    ),
     "seed oss": Case(dict(family="seed_oss"), losses="one pp", more_losses="cp tp_whole"),
     "phi 4": Case(dict(family="phi3", rms_norm_eps=1e-5), losses="one cp", more_losses="tp_whole pp"),
     "linear positions": Case(
         dict(family="llama", rope_parameters=rope("linear", 1e4, factor=4.0)),
-        losses="one tp_whole",
-        more_losses="cp pp",
+        losses="tp_whole",
+        more_losses="one cp pp",
     ),
     "llama3 positions": Case(
         dict(
             family="llama", rope_parameters=rope("llama3", 5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
         ),
-        losses="one pp",
-        more_losses="cp tp_whole",
+        losses="pp",
+        more_losses="one cp tp_whole",
     ),
     "yarn": Case(
-        dict(family="qwen2", rope_parameters=rope("yarn", 1e6, factor=4.0)), losses="one cp", more_losses="tp_whole pp"
+        dict(family="qwen2", rope_parameters=rope("yarn", 1e6, factor=4.0)), losses="cp", more_losses="one tp_whole pp"
     ),
     "yarn with everything set": Case(
         dict(
             family="llama",
             rope_parameters=rope("yarn", 1e4, factor=4.0, beta_fast=8.0, beta_slow=0.5, attention_factor=1.3),
         ),
-        losses="one tp_whole",
-        more_losses="cp pp",
+        losses="tp_whole",
+        more_losses="one cp pp",
     ),
     "granite": Case(dict(family="granite"), losses="one tp", more_losses="cp", gradients="tp_cp+selective"),
     "granite_tied": Case(dict(family="granite", tied=True), losses="pp"),
@@ -141,13 +148,15 @@ CASES: dict[str, Case] = {
     "ministral": Case(dict(family="ministral", **FOUR_KINDS), losses="pp"),
     "gemma2": Case(
         dict(family="gemma2", tied=True, num_hidden_layers=4),
-        losses="one tp_cp+selective",
+        losses="one",
+        more_losses="tp_cp+selective",
         gradients="tp_virtual cp4+selective",
         more_gradients="one tp tp_tiles cp_dp tp_dp pp_dp tp_whole_cp+full",
     ),
     "gemma3": Case(
         dict(family="gemma3_text", tied=True, **FOUR_KINDS),
-        losses="pp cp",
+        losses="pp",
+        more_losses="cp",
         gradients="tp_cp+selective pp_dp",
         more_gradients="one tp tp_tiles cp_dp tp_dp cp4+selective tp_virtual",
     ),
@@ -199,8 +208,8 @@ CASES: dict[str, Case] = {
     # Layers of both kinds; keys and values have unequal widths, and each key head has two value heads.
     "qwen3_5_text": Case(
         dict(family="qwen3_5_text", seed=LINEAR_SEED),
-        losses="one tp_cp",
-        more_losses="tp_whole+full dp+selective pp cp4+selective",
+        losses="one",
+        more_losses="tp_whole+full dp+selective pp cp4+selective tp_cp",
         gradients="tp_whole+full cp4+selective tp_virtual+selective",
         more_gradients="one dp+selective pp tp_cp",
     ),
@@ -220,8 +229,9 @@ CASES: dict[str, Case] = {
     "deepseek": Case(
         dict(family="deepseek_v3"),
         losses="one",
-        gradients="one cp+selective tp ep tp_cp_ep tp_pp+selective",
-        more_gradients="one+selective pp dp_sharded cp4 tp_cp+full tp4 cp_dp tp_dp pp_dp cp_ep+selective tp_ep",
+        gradients="cp+selective tp_cp_ep tp_pp+selective",
+        more_gradients="one tp ep one+selective pp dp_sharded cp4 tp_cp+full tp4 cp_dp tp_dp pp_dp cp_ep+selective "
+        "tp_ep",
     ),
     "moonlight": Case(
         dict(
@@ -233,8 +243,8 @@ CASES: dict[str, Case] = {
             rope_parameters=dict(rope_type="default", rope_theta=5e4),
         ),
         losses="cp+selective",
-        gradients="one+selective tp_ep pp dp_sharded pp_cp+full",
-        more_gradients="one cp+selective tp cp4 tp4 tp_cp+full tp_pp+selective cp_dp",
+        gradients="one+selective tp_ep pp_cp+full",
+        more_gradients="pp dp_sharded one cp+selective tp cp4 tp4 tp_cp+full tp_pp+selective cp_dp",
     ),
     "flash": Case(
         dict(family="glm4_moe_lite"),
@@ -244,7 +254,7 @@ CASES: dict[str, Case] = {
     # A latent has 84 elements; keys and values of a rank have 136 elements with tp 1, and 68 with tp 2.
     "wide": Case(
         dict(family="deepseek_v3", kv_lora_rank=80, rope_interleave=False, first_k_dense_replace=0),
-        losses="tp_cp+full",
+        more_losses="tp_cp+full",
         gradients="tp_cp+full tp_dp",
         more_gradients="one cp+selective tp tp_pp+selective",
     ),

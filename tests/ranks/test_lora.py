@@ -90,9 +90,7 @@ CASES = [
     ("qwen3", "all-linear", 2, [*PP, FULL]),
     ("llama", ATTENTION, 2, TP),
     ("llama", ATTENTION, 2, [*CP, SELECTIVE]),
-    ("llama", "all-linear", 2, [TILES]),
     ("phi3", "all-linear", 2, [*SP, TILES]),
-    ("phi3", ["qkv_proj", "down_proj"], 1, [SELECTIVE]),
     ("gpt_oss", ATTENTION, 2, [*SP, SELECTIVE]),  # adapters beside biases and frozen experts
     ("gemma2", "all-linear", 2, [*SP, TILES]),  # adapters between norms, and a frozen head whose logits are capped
     ("gemma4_text", "all-linear", 2, [*SP, SELECTIVE]),  # every second layer has queries and keys but no values
@@ -100,14 +98,18 @@ CASES = [
     ("qwen3_5_text", ["in_proj_qkv", "in_proj_a", "q_proj"], 2, [*SP, SELECTIVE]),
     ("qwen3_next", ["in_proj_qkvz", "in_proj_ba", "out_proj"], 2, SP),
     # kv_b_proj is applied to gathered latents, one head group at a time; every rank holds the whole kv_a_proj_with_mqa.
-    ("deepseek_v3", LATENT, 2, SP),
     ("deepseek_v3", LATENT, 4, [*CP, *SP, SELECTIVE]),
     ("deepseek_v3", ["kv_b_proj", "q_a_proj"], 4, [*PP, *SP, FULL]),
     ("qwen3", ["k_proj", "up_proj"], 4, [*TP, *PP, SELECTIVE]),
     ("phi3", "all-linear", 4, [*CP, *SP, FULL]),
     ("qwen3", "all-linear", 2, [*CP, *SHARDED, "parallel.shard=weights", FULL]),
+    ("phi3", "all-linear", 1, [FULL, TILES, "train.head_chunks=2"]),
+    ("llama", ATTENTION, 2, [*CP, SELECTIVE, "train.head_chunks=2"]),
 ]
-LATENT_GRID = [
+MORE = [
+    ("llama", "all-linear", 2, [TILES]),
+    ("phi3", ["qkv_proj", "down_proj"], 1, [SELECTIVE]),
+    ("deepseek_v3", LATENT, 2, SP),
     ("moonlight", ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj"], 2, SP),
     ("moonlight", ["q_proj", "kv_b_proj", "o_proj"], 4, [*PP, *CP, SELECTIVE]),
     ("glm4_moe_lite", LATENT, 2, CP),
@@ -121,7 +123,7 @@ LINEAR: dict[str, Any] = dict(initializer_range=0.05, seed=8)
 LINEAR_TOLERANCE = 2e-5
 
 
-@pytest.mark.parametrize("family,targets,world_size,overrides", CASES + in_grid(LATENT_GRID), ids=str)
+@pytest.mark.parametrize("family,targets,world_size,overrides", CASES + in_grid(MORE), ids=str)
 def test_losses_and_gradients_are_those_of_peft(
     ranks: Ranks, tmp_path: Path, family: str, targets: Any, world_size: int, overrides: list[str]
 ) -> None:
@@ -149,6 +151,7 @@ def test_adapters_of_latents_whose_keys_are_expanded_before_attention(
 EXPERTS = ["experts.*", "o_proj"]
 ETP = ["parallel.etp=2", "run.device=auto"]
 ROUTED_GRID = [
+    ("qwen3_moe", EXPERTS, 2, [*SP, *ETP, SELECTIVE]),
     ("glm4_moe", ["experts.*", "shared_experts.*", "k_proj"], 2, [*EP, *CP, SELECTIVE]),
     ("minimax_m2", ["w1", "w2", "w3", "q_proj"], 2, [*SP, *EP]),
     ("minimax_m2", ["w1", "o_proj"], 4, [*PP, *CP, SELECTIVE]),
@@ -169,7 +172,6 @@ ROUTED_GRID = [
         ("qwen2_moe", ["shared_expert.*", "experts.*.down_proj"], 4, [*SP, *EP]),
         # Linears of the first layer, which has no experts, and of the shared experts and experts of the other layers.
         ("glm4_moe", ["q_proj", "down_proj"], 2, [*SP, *EP]),
-        ("qwen3_moe", EXPERTS, 2, [*SP, *ETP, SELECTIVE]),
         ("qwen3_moe", EXPERTS, 4, [*SP, *ETP, *EP, *CP]),
         *in_grid(ROUTED_GRID),
     ],

@@ -127,7 +127,10 @@ def export(checkpoint: Path, target: Path, source: Path) -> None:
 
 @pytest.mark.parametrize(
     "family,targets",
-    [("qwen3_5_text", "[all-linear]"), ("qwen3_next", "[in_proj_qkvz, in_proj_ba, out_proj]")],
+    [
+        ("qwen3_5_text", "[all-linear]"),
+        pytest.param("qwen3_next", "[in_proj_qkvz, in_proj_ba, out_proj]", marks=pytest.mark.grid),
+    ],
     ids=str,
 )
 def test_adapters_of_linear_attention_resume_bitwise(ranks: Ranks, tmp_path: Path, family: str, targets: str) -> None:

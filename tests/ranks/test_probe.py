@@ -122,6 +122,29 @@ def test_a_planted_fault_is_found(
         ]
 
 
+@pytest.fixture(scope="module")
+def trees(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return probing.prepare_trees(tmp_path_factory.mktemp("trees"))
+
+
+@pytest.mark.parametrize(
+    "words", [["leak", CP, "--document", "0"], ["leak", CP, *KINDS, "--document", "2"], ["data", CP]], ids=" ".join
+)
+def test_trees_pass(ranks: Ranks, trees: Path, words: list[str]) -> None:
+    """Document 0 has branches, and document 2 is one."""
+    code, answer = probe(ranks(2), trees, [*words, probing.TREES])
+    assert (code, answer["problems"]) == (0, []), answer
+
+
+def test_a_branch_that_sees_its_sibling_is_found(ranks: Ranks, trees: Path) -> None:
+    words = ["leak", CP, probing.TREES, "--document", "1"]
+    code, answer = probe(ranks(2), trees, words, "a branch sees its sibling")
+    assert code == 1 and "a branch" in answer["packs"]["0"]
+    problems = [problem for problem in answer["problems"] if "document 2 changes with another document" in problem]
+    assert problems, answer["problems"]
+    assert any("document 1 has a gradient of losses of other documents" in problem for problem in answer["problems"])
+
+
 def test_ranks_with_different_plans_end_before_they_wait_for_each_other(ranks: Ranks, recipe: Path) -> None:
     """The CP sizes of a pipeline stage, or of any rank, differ.  Training reads its batches in the same way."""
     assert probe(ranks(2), recipe, ["data", CP, DYNAMIC], "other plan on a rank") == (2, {})

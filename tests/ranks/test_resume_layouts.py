@@ -2,7 +2,8 @@
 
 The layouts of the covering set are trained in pairs: a step on the first layout from random weights, a save, a load on
 the second layout, and two more steps.  Each pair is compared with one plain rank, which also shows one curve on every
-layout.
+layout.  `make test` runs `COVERING`, which has every pair of values that fits on at most four ranks.  `make test-all`
+also runs `GRID`: every way to divide the work of a dense model and of a mixture of experts.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.covering import Case
+from tests.covering import Case, all_cases, covering_set
 from tests.ranks import layouts, scenarios
 from tests.ranks.pool import Ranks
 
@@ -27,29 +28,35 @@ BF16_LOSS_TOLERANCE = {
 }
 BF16_NORM_TOLERANCE = 5e-2
 BALANCE_TOLERANCE = 1e-5  # for balancing losses, which routers compute in fp32
+DIVIDED = ("tp", "sequence_parallel", "cp", "dynamic_cp", "pp", "virtual_stages", "dp", "ep")
+PLAIN = {key: values[:1] for key, values in layouts.DIMENSIONS.items()}
+MANY = {**PLAIN, "model": ["dense", "experts"], **{key: layouts.DIMENSIONS[key] for key in DIVIDED}}
+COVERING = covering_set(layouts.DIMENSIONS, layouts.RULES)
+SAME = ("model", "precision", "trees")  # what a resumed run may not change
+GRID = all_cases(MANY, layouts.RULES)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(ranks: Ranks) -> Callable[[Case], dict[str, Any]]:
-    """Three steps of one plain rank with the same model and precision."""
-    made: dict[tuple[str, str], dict[str, Any]] = {}
+    """Three steps of one plain rank with the same model, precision and data."""
+    made: dict[Any, dict[str, Any]] = {}
 
     def get(case: Case) -> dict[str, Any]:
-        key = case["model"], case["precision"]
+        plain = {name: values[0] for name, values in layouts.DIMENSIONS.items()}
+        same = {name: case[name] for name in SAME}
+        key = tuple(same.values())
         if key not in made:
-            (made[key],) = ranks(1).run(
-                scenarios.train, [*layouts.MODELS[case["model"]], f"run.precision={case['precision']}"]
-            )
+            (made[key],) = ranks(1).run(scenarios.train, layouts.overrides({**plain, **same}))
         return made[key]
 
     return get
 
 
 def rings(cases: Iterable[Case]) -> list[list[Case]]:
-    """The cases of each model and precision, as one list each."""
+    """The cases of each model, precision and data, as one list each."""
     found: dict[Any, list[Case]] = {}
     for case in cases:
-        found.setdefault((case["model"], case["precision"]), []).append(case)
+        found.setdefault(tuple(case[name] for name in SAME), []).append(case)
     return list(found.values())
 
 
@@ -59,16 +66,15 @@ def in_pairs(ring: list[Case]) -> list[tuple[Case, Case]]:
 
 
 def covering_pairs() -> Iterator[Any]:
-    """Pairs of layouts.  Each layout of a dense model is once saved and once loaded; layouts of other models are one of
-    the two.
+    """Pairs of layouts.  Each layout is once saved or once loaded; the pairs in which it is the other are `grid`.
 
-    The other half of the pairs of other models is `grid`.  A second Python version runs the first pair of each model.
+    A second Python version runs the first pair of each model.
     """
     models: set[str] = set()
-    for ring in sorted(rings(layouts.COVERING), key=len, reverse=True):  # models with a single layout come last
+    for ring in sorted(rings(COVERING), key=len, reverse=True):  # models with a single layout come last
         for number, pair in enumerate(in_pairs(ring)):
             model, marks = pair[0]["model"], []
-            if model != "dense" and number % 2 == 1:
+            if number % 2 == 1:
                 marks = [pytest.mark.grid]
             elif model in models:
                 marks = [pytest.mark.one_version]
@@ -76,13 +82,12 @@ def covering_pairs() -> Iterator[Any]:
             yield pytest.param(*pair, marks=marks)
 
 
-REST = [case for case in layouts.GRID if case not in layouts.COVERING]
-GRID = [pair for ring in rings(REST) for pair in in_pairs(ring)]
+REST = [pair for ring in rings(case for case in GRID if case not in COVERING) for pair in in_pairs(ring)]
 
 
 @pytest.mark.parametrize(
     "before,after",
-    [*covering_pairs(), *(pytest.param(*pair, marks=pytest.mark.grid) for pair in GRID)],
+    [*covering_pairs(), *(pytest.param(*pair, marks=pytest.mark.grid) for pair in REST)],
     ids=layouts.name,
 )
 def test_another_layout_continues_the_curve(
@@ -124,6 +129,9 @@ def check(case: Case, results: list[dict[str, Any]], reference: dict[str, Any], 
 def test_without_the_grid_each_layout_is_trained_and_each_model_once_on_a_second_version() -> None:
     pairs = [(param.values, {mark.name for mark in param.marks}) for param in covering_pairs()]
     tried = [case for values, marks in pairs if "grid" not in marks for case in values]
-    assert {layouts.name(case) for case in tried} == {layouts.name(case) for case in layouts.COVERING}
+    assert {layouts.name(case) for case in tried} == {layouts.name(case) for case in COVERING}
     assert sorted(values[0]["model"] for values, marks in pairs if not marks) == sorted(layouts.DIMENSIONS["model"])
-    assert (len(pairs), sum("grid" not in marks for _, marks in pairs)) == (60, 38)
+    assert (len(pairs), sum("grid" not in marks for _, marks in pairs)) == (57, 36)
+    for name, known in layouts.DIMENSIONS.items():  # each value is saved, and each value is loaded
+        for side in (0, 1):
+            assert {values[side][name] for values, marks in pairs if "grid" not in marks} == {*known}, name

@@ -290,6 +290,22 @@ def test_cut_documents_and_host_memory(ranks: Ranks, saving: list[str]) -> None:
         scenarios.check_parameters(found["gradients"], plain["gradients"], GRADIENT_TOLERANCE)
 
 
+def output_bytes(overrides: Sequence[str]) -> list[int]:
+    """The memory of a layer's output after each pass of the layer, in bytes."""
+    with scenarios.running([*WIDE, *overrides, "model.num_layers=1"]) as engine:
+        sizes: list[int] = []
+        layer = engine.chunks[0].module.decoder.layers[0]
+        layer.register_forward_hook(lambda module, given, found: sizes.append(found[0].untyped_storage().nbytes()))
+        scenarios.backward(engine, [one_document(engine)])
+        return sizes
+
+
+@pytest.mark.parametrize("tile", ["null", "40"])
+def test_a_repeated_layer_has_no_output(ranks: Ranks, tile: str) -> None:
+    (found,) = ranks(1).run(output_bytes, ["train.recompute=full", f"train.mlp_tile={tile}"])
+    assert found == [128 * TOKENS, 0]
+
+
 def train_with_host(overrides: Sequence[str]) -> dict[str, Any]:
     with small_slabs():
         return scenarios.train(overrides, [0, 1])

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft.console import QUIET
 from sft.estimate.stage import Stage
 from sft.estimate.units import StageUnits
-from sft.mcore.engine import Engine
+from sft.mcore.engine import Engine, release
 from sft.mcore.sharding.model import publish_weights
 from sft.weights.import_hf import import_hf
 from tests.builders import answer
@@ -211,6 +212,22 @@ def what_stays(overrides: list[str]) -> bool:
 
 def test_a_released_engine_frees_its_buffers(ranks: Ranks) -> None:
     assert ranks(2).run(what_stays, WEIGHTS) == [False, False]
+
+
+def groups_left(overrides: list[str]) -> int:
+    """The number of process groups that a second engine leaves behind."""
+    with scenarios.running(overrides) as engine:
+        before = len(distributed_c10d._world.pg_names)
+        place = engine.config, engine.layout, engine.groups
+        other = Engine(*place, vocab_size=engine.vocab_size, num_steps=10, trained=engine.trained)
+        assert len(distributed_c10d._world.pg_names) > before
+        release(other)
+        return len(distributed_c10d._world.pg_names) - before
+
+
+def test_a_released_engine_destroys_the_groups_of_its_shards(ranks: Ranks) -> None:
+    """Shards of two of four ranks: a group of shards, and one of their replicas."""
+    assert ranks(4).run(groups_left, [*WEIGHTS, "parallel.shard_size=2"]) == [0] * 4
 
 
 def steps_of_head(overrides: list[str], folder: str) -> list[tuple[float, float]]:

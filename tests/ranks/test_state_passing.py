@@ -1,6 +1,7 @@
 """Linear attention under context parallelism on real ranks: outputs, every gradient, isolation and bytes.
 
-The reference is the recurrence itself, token by token, for one document at a time without padding.
+The reference is the recurrence itself, token by token, for one document at a time without padding, or for one path of a
+tree.
 """
 
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from sft.mcore.linear_attention.delta_rule import Inputs
 from sft.mcore.linear_attention.documents import LinearDocuments, linear_attention
 from sft.mcore.linear_attention.short_convolution import short_convolution
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
+from sft.parallel.branches import Branches
 from sft.parallel.context_parallel import local_indices
 from sft.parallel.cp_group import CpGroup
 from sft.parallel.fragments import boundaries
@@ -95,15 +97,21 @@ def one_document(x: Tensor, weight: Tensor, g: Tensor, beta: Tensor, sizes: Head
 
 
 @cache
-def expected(lengths: tuple[int, ...], sizes: HeadSizes) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
+def expected(
+    lengths: tuple[int, ...], sizes: HeadSizes, branches: Branches | None = None
+) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
     """The outputs of the pack, the gradients of x, weight, g and beta, and the mask of real tokens; in float64."""
     x, weight, g, beta, grad = tensors(lengths, sizes, torch.float64)
     leaves = [tensor.requires_grad_() for tensor in (x, weight, g, beta)]
     out, is_real = torch.zeros_like(grad), torch.zeros(len(x), dtype=torch.bool)
-    for first, length in zip(padded(lengths).tolist(), lengths):
+    starts = padded(lengths).tolist()
+    for document, (first, length) in enumerate(zip(starts, lengths)):
+        path = [] if branches is None else branches.path(document)
+        pieces = [*((starts[piece.document], piece.length) for piece in path), (first, length)]
+        text = torch.cat([torch.arange(start, start + count) for start, count in pieces])
         rows = slice(first, first + length)
         if length:
-            out[rows] = one_document(x[rows], weight, g[rows], beta[rows], sizes)
+            out[rows] = one_document(x[text], weight, g[text], beta[text], sizes)[len(text) - length :]
             is_real[rows] = True
     return out.detach(), torch.autograd.grad(out, leaves, grad), is_real
 
@@ -129,6 +137,7 @@ def attend(
     sizes: HeadSizes = SIZES,
     dtype: torch.dtype = torch.float64,
     other: int | None = None,
+    branches: Branches | None = None,
 ) -> dict[str, Any]:
     """The outputs and gradients of this rank's tokens, and the bytes that it sends.  other: a document whose tokens are
     replaced"""
@@ -148,6 +157,7 @@ def attend(
             heads=sizes.value_heads,
             num_taps=TAPS,
             max_short=max_short,
+            branches=branches,
         )
         with Sent() as sent:
             mixed = short_convolution(*leaves[:2], documents.convolution, dist.group.WORLD)
@@ -183,8 +193,12 @@ CASES = [  # cp size, lengths, max_short (long and short documents, or only one 
 def test_outputs_and_gradients(
     ranks: Ranks, cp_size: int, lengths: list[int], max_short: int, dtype: torch.dtype, sizes: HeadSizes
 ) -> None:
-    out, (dx, dweight, *dgates), is_real = expected(tuple(lengths), sizes)
     results = ranks(cp_size).run(attend, lengths, max_short, sizes, dtype)
+    compare(results, expected(tuple(lengths), sizes), dtype)
+
+
+def compare(results: list[dict[str, Any]], reference: tuple[Tensor, tuple[Tensor, ...], Tensor], dtype: Any) -> None:
+    out, (dx, dweight, *dgates), is_real = reference
     for result in results:
         rows = result["rows"]
         real = is_real[rows]

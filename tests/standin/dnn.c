@@ -28,6 +28,13 @@ API cudnnStatus_t cudnnSetStream(cudnnHandle_t handle, cudaStream_t stream) {
 
 API size_t cudnnGetVersion(void) { return CUDNN_VERSION; }
 
+// 91900 is 9.19.0.
+API cudnnStatus_t cudnnGetProperty(libraryPropertyType type, int *value) {
+    int parts[] = {CUDNN_VERSION / 10000, CUDNN_VERSION / 100 % 100, CUDNN_VERSION % 100};
+    *value = parts[type];
+    return CUDNN_STATUS_SUCCESS;
+}
+
 API size_t cudnnGetCudartVersion(void) { return CUDART_VERSION; }
 
 API const char *cudnnGetErrorString(cudnnStatus_t status) { return "an error of the stand-in"; }

@@ -38,6 +38,7 @@ ROWS = (
     "4b:128k:one:selective@cp=2,shard=weights",
     "4b:128k:one:selective@cp=2,shard=gradients",
     "0.6b:64k:one:full+tile4k+offload@cp=2",  # here and below, most of all in attention
+    "0.6b:64k:one:full+tile4k+offload@chunks,cp=2",
     "0.6b:64k:one:full+tile4k+offload@windows",
     "0.6b:64k:one:full+tile4k+offload@windows,cp=2",
     "0.6b:64k:one:full+tile4k+offload@half,cp=2",
@@ -111,6 +112,7 @@ KINDS = {  # of layers, by a word after the @; the models have their own sizes, 
     "latents": [*_LATENT, *_keys(num_attention_heads=32), "model.latent_attention.q_lora_rank=1536"],
     "linear": _LINEAR,
     "gemma4": GEMMA_4,
+    "chunks": ["train.head_chunks=8"],
     "gpt_oss": [*_GPT_OSS, *_keys(sliding_window=128, sliding_window_layers=[1, 3, 5, 7, 9, 11])],
 }
 

@@ -31,7 +31,7 @@ DEMO = (
 )
 SHARDED = "parallel.distributed_optimizer=true"
 CP, TP = ["parallel.cp=2"], ["parallel.cp=1", "parallel.tp=2", "parallel.sequence_parallel=true", SHARDED]
-PP = ["parallel.cp=1", "parallel.pp=2", "parallel.virtual_stages=2", "train.global_batch_size=4"]
+PP, VIRTUAL = ["parallel.cp=1", "parallel.pp=2", "train.global_batch_size=4"], "parallel.virtual_stages=2"
 WINDOWS = ["model.sliding_window=128", "model.sliding_window_layers=[1, 3]", "train.recompute=selective"]
 GATED = ["model.activation=clamped_swiglu", "model.activation_limit=7", "model.activation_alpha=1.7"]
 # What Gemma and others have and every backend computes.
@@ -78,7 +78,7 @@ def saved(folder: Path) -> int:
 
 RUNS = {
     "dp": (2, ["parallel.cp=1", "train.global_batch_size=2", SHARDED]),
-    "pp": (2, [*PP, "train.recompute=selective", "train.offload_fraction=0.5"]),
+    "pp": (2, [*PP, VIRTUAL, "train.recompute=selective", "train.offload_fraction=0.5"]),
     "dynamic cp": (2, [*CP, "parallel.dynamic_cp=true"]),
     # torch raises an error where an operator has no deterministic algorithm.
     "deterministic, cp": (2, [*CP, "run.deterministic=true", "train.recompute=selective"]),
@@ -118,20 +118,16 @@ def test_a_run_comes_to_its_end(tmp_path: Path, data: list[str], name: str) -> N
     assert f"attention {'te' if is_te else 'portable'}" in said
     warned = re.search(r"\nWARNING: \w+ attention: .* FlashAttention-4 would be faster", said)
     assert (warned is None) is is_te  # flash-attn-4 is not installed, and the stand-in is of compute capability 9.0
-    if name in COUNTED:
-        _check_communicators(said)
+    _check_communicators(said, opens_all="dynamic cp" not in name)  # the first step of these has no long documents
 
 
-# Other layouts opened more communicators than the estimate lists; which ones is not known yet.
-COUNTED = ("dp", "offloaded optimizer")
-
-
-def _check_communicators(said: str) -> None:
+def _check_communicators(said: str, opens_all: bool) -> None:
     """The communicators that a step opened are those of sft/estimate/communicators.py.  The stand-in takes the assumed
     bytes for each, and none for CUDA's context."""
     (found,) = re.findall(r"outside of torch's allocator: ([\d.]+) GiB .* assume ([\d.]+)", said)
     measured, assumed = map(float, found)
-    assert measured == pytest.approx(assumed - CONTEXT_BYTES / 2**30, abs=ROUNDING), said[-6000:]
+    buffers = assumed - CONTEXT_BYTES / 2**30
+    assert measured <= buffers + ROUNDING and (measured >= buffers - ROUNDING or not opens_all), said[-6000:]
 
 
 def test_a_run_sets_the_allocator_where_the_user_does_not(tmp_path: Path, data: list[str]) -> None:
@@ -201,5 +197,5 @@ GPU_TESTS = (
 def test_tests_of_gpus_pass() -> None:
     process = launch.start("pytest", "-q", "-p", "no:cacheprovider", *GPU_TESTS)
     said = launch.finish(process)
-    passed = 18 if launch.HAS_TE else 13
+    passed = 22 if launch.HAS_TE else 16
     assert process.returncode == 0 and f"{passed} passed" in said, said[-6000:]

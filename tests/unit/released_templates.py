@@ -130,7 +130,7 @@ class _Clock(datetime):
         return datetime.fromisoformat(DATE)
 
 
-def _at_the_default_date() -> Any:
+def at_the_default_date() -> Any:
     """Sets the clock of transformers to the default of data.date, because some templates ask for the time."""
     return patch.object(chat_template_utils, "datetime", _Clock)
 
@@ -155,13 +155,13 @@ class Model:
         """The ids of transformers for the first messages of a chat.  Raises errors of the template."""
         messages = for_transformers(CHATS[chat][:stop], as_text=self.family.as_text)
         tools = tools_of(chat)
-        with _at_the_default_date():
+        with at_the_default_date():
             return self.theirs.apply_chat_template(messages, tools, add_generation_prompt=prompt, return_dict=False)
 
     def generated(self, chat: str) -> tuple[list[int], list[int]]:
         """The ids of transformers, and its mask of the text between {% generation %} and {% endgeneration %}."""
         messages = for_transformers(CHATS[chat], as_text=self.ours.habits.calls_as_text)
-        with _at_the_default_date():
+        with at_the_default_date():
             both = self.theirs.apply_chat_template(
                 messages, tools_of(chat), return_dict=True, return_assistant_tokens_mask=True
             )

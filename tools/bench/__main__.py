@@ -29,6 +29,7 @@ SUBJECTS = {
     "dynamic_cp": "a CP size for each pack, compared with a fixed size and with megatron-core's scheduler",
     "checkpoint": "time of saves and loads and stalls of training, compared with torch.save and torch.load",
     "recompute": "whole steps with each train.recompute on a CPU: ratios of times and of counted FLOPs",
+    "trees": "a trace of an agent as a tree of turns, compared with separate samples: tokens, FLOPs, time",
     "load_hf": "weights read straight from a Hugging Face folder, compared with safetensors.torch.load_file",
 }
 

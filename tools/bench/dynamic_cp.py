@@ -12,7 +12,7 @@ column is the mean over the global batches, or the largest or smallest value whe
     microbatch     smallest value: `balance` if all ranks wait for each other after every microbatch
     level          `microbatch` of a plan that is made for ranks that wait
     level / bound  largest value: time of the plan of `level` / lower bound of the time of any such plan
-                   (Documents.waiting_bound_ns); 1 / this is the share of the best possible balance
+                   (waiting_bound.py); 1 / this is the share of the best possible balance
     ms, max        largest CPU time of making a plan
 
 Only in `microbatch` and `level` do ranks wait for each other within a step.  Times of steps are predicted by the cost
@@ -37,6 +37,7 @@ from sft.parallel.cp_group import cp_sizes
 from tools.bench.clock import cpu_time
 from tools.bench.harness import Bar, Column, Option, Row, Subject
 from tools.bench.mixes import MULTIPLE, SEQ_LENGTHS, TRACES, lengths_of
+from tools.bench.waiting_bound import waiting_bound_ns
 
 # For bf16, tp 1, no recompute, an H100 at 35% of its peak: 6 FLOPs per token and active parameter of the layers.
 COSTS = {
@@ -120,7 +121,7 @@ def measure(case: Case, options: argparse.Namespace) -> Iterator[Row]:
                 "seconds": seconds,
                 "documents": len(ids) / ranks,
                 "num_microbatches": float(of_plan.num_microbatches),
-                "level_bound": level.makespan_ns / documents.waiting_bound_ns(ranks),
+                "level_bound": level.makespan_ns / waiting_bound_ns(documents, ranks),
             }
         )
     columns = {name: np.array([result[name] for result in results]) for name in results[0]}

@@ -101,7 +101,8 @@ def _packed(steps: Steps) -> Bar:
 
 
 def _kept(steps: Steps) -> Bar:
-    """The bar of 1.7b at 64K in one document: seconds of a step that keeps attention / with full recomputation."""
+    """The bar of 1.7b at 64K in one document: seconds of a step that keeps attention / with full recomputation, the
+    largest ratio of cases that differ in nothing else."""
     seconds = {c: row["seconds"] / row["steps"] for c, row in steps}
     ratios = [
         taken / seconds[full]

@@ -7,7 +7,7 @@ import hashlib
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from sft.data.read.named_dataset import LoadedDataset
 from sft.data.read.rows import DataFile, row_name
 from sft.errors import DataError, first_few
 from sft.files.atomic_files import unusable
+from sft.parallel.shapes import SampleSizes, Shapes, longest
 
 _TOKENS_AT_ONCE = 1 << 24
 
@@ -34,8 +35,8 @@ class Corpus:
     names           argument: the name of each file's source; None: every file is a source
     files           the files and datasets
     sources         names of the sources, each once
-    lengths         int64 [n], number of tokens of each sample
-    num_supervised  int64 [n], number of supervised labels of each sample
+    lengths         int64 [n], number of stored tokens of each sample
+    num_supervised  int64 [n], number of supervised labels of each sample; a label counts for each text of a tree
     row_reports     the row report of each file or dataset
     digest          depends on tokens, weights and order of samples, not on file names or the cache folder
     """
@@ -69,7 +70,37 @@ class Corpus:
         store = self._stores[file]
         weights = store.weights[store.mask[start:stop]]
         tokens, source = store.tokens[start:stop], self._source_of[file]
-        return Sample(sample_id=sample_id, tokens=tokens, weights=weights, source=source)
+        tree = None if store.trees is None else store.trees.tree(index)
+        return Sample(sample_id=sample_id, tokens=tokens, weights=weights, source=source, tree=tree)
+
+    @cached_property
+    def has_trees(self) -> bool:
+        """Whether a sample has a tree."""
+        return any(store.trees is not None and bool(store.row_report.trees) for store in self._stores)
+
+    @cached_property
+    def longest(self) -> int:
+        """The number of tokens of the longest text of any sample, which is the largest position plus one."""
+        return longest(self.shapes)
+
+    @cached_property
+    def shapes(self) -> SampleSizes:
+        """The sizes of all samples that plans read."""
+        if not self.has_trees:
+            return self.lengths
+        counts, lengths, depths = [], [], []
+        for store, lines in zip(self._stores, self._lines, strict=True):
+            if store.trees is None:
+                counts.append(np.ones(len(lines), dtype=np.int64))
+                lengths.append(store.rows["tokens"][lines])
+                depths.append(np.zeros(len(lines), dtype=np.int64))
+            else:
+                tables = store.trees.tables
+                counts.append(tables.trees["documents"])
+                lengths.append(tables.documents["length"])
+                depths.append(tables.documents["depth"])
+        starts = np.concatenate([[0], np.cumsum(np.concatenate(counts))])
+        return Shapes(starts, np.concatenate(lengths), np.concatenate(depths))
 
     def name(self, sample_id: int) -> str:
         """The name of a sample for users: `chat.jsonl:1841`, `chat.jsonl:1841 window 2 of 3`, and of a packed row
@@ -118,7 +149,7 @@ class Corpus:
         """The row reports in JSON's types: {"digest": "3f...", "files": {"chat.jsonl": {"rows": 60000, ...}}}"""
         return {
             "digest": self.digest,
-            "files": {str(path): asdict(row_report) for path, row_report in self.row_reports.items()},
+            "files": {str(path): row_report.to_json() for path, row_report in self.row_reports.items()},
         }
 
     def check_omitted(self, data: DataConfig, tokenizer: ChatTokenizer) -> None:

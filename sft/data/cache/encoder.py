@@ -12,13 +12,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sft.batch import Tree
 from sft.config import DataConfig
 from sft.data import limited
 from sft.data.cache.omissions import RowOmission, row_omissions
 from sft.data.cache.row_report import LINE, Reject
+from sft.data.cache.tree_samples import num_labels_of, split_tree
+from sft.data.cache.tree_tables import TreeTables, to_tables
 from sft.data.cache.truncation import NOTHING, excerpts
 from sft.data.chat.encode_chat import Encoding, encode_row
 from sft.data.chat.tokenizer import ChatTokenizer
+from sft.data.chat.tree import Grown
 from sft.data.read.rows import DataFile, Row, hint, row_name
 from sft.data.read.strict_json import parse
 from sft.data.rows.formats import Chat, UnwantedRow, read_row, unused_keys
@@ -44,6 +48,16 @@ class EncodedRows(NamedTuple):
     variables: Sequence[str] = ()  # names of variables that rows give to the chat template
     num_padded: int = 0  # number of rows whose padding was dropped
     num_padding: int = 0  # number of tokens of this padding
+    trees: TreeTables | None = None  # the trees of the samples; None unless data.turns = each
+
+
+class RowSample(NamedTuple):
+    """A sample of a row, with its line of the table, `LINE`; without tokens, the line of a document without sample."""
+
+    line: tuple[int, ...]
+    tokens: np.ndarray
+    weights: np.ndarray
+    tree: Tree | None = None
 
 
 def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer: ChatTokenizer) -> EncodedRows:
@@ -51,6 +65,7 @@ def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer
     tokens = [np.empty(0, dtype=np.int32)]
     weights = [np.empty(0, dtype=np.float32)]
     lines: list[tuple[int, ...]] = []
+    trees: list[Tree | None] = []
     rejects = []
     omitted: list[RowOmission] = []
     explained: set[tuple[str, str]] = set()
@@ -80,12 +95,13 @@ def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer
         num_padding += encoded.num_padding
         spelled.update(as_unicode(f"{token} in {role} texts") for token, role in encoded.spelled)
         if encoded.rendered is not None:
-            omitted += row_omissions(number, encoded.rendered, explained)
+            omitted += row_omissions(number, encoded.rendered, explained, encoded.omitted)
         try:
-            for line, kept_tokens, kept_weights in _samples(number, encoded, data):
-                tokens.append(kept_tokens)
-                weights.append(kept_weights)
-                lines.append(line)
+            for sample in _samples(number, encoded, data):
+                tokens.append(sample.tokens)
+                weights.append(sample.weights)
+                lines.append(sample.line)
+                trees += [sample.tree] * (len(sample.tokens) > 0)
         except DataError as error:
             raise DataError(f"{row_name(file, number)}: {error}") from error
     palette, mask = to_palette(np.concatenate(weights))
@@ -94,11 +110,12 @@ def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer
     return EncodedRows(
         *(np.concatenate(tokens), mask, palette, table, rejects, omitted, num_chats),
         *([*unused.items()], unwanted, [*spelled.items()], sorted(variables), num_padded, num_padding),
+        to_tables(trees, table["tokens"][table["tokens"] > 0].tolist()) if data.turns == "each" else None,
     )
 
 
-def _samples(number: int, row: Encoding, data: DataConfig) -> Iterator[tuple[tuple[int, ...], np.ndarray, np.ndarray]]:
-    """Yields for each sample of a row: its line of the table, its tokens and their weights.
+def _samples(number: int, row: Encoding, data: DataConfig) -> Iterator[RowSample]:
+    """Yields the samples of a row.
 
     A document without a sample yields a line of 0 tokens.  Raises DataError if a document is too long and over_long =
     error.
@@ -106,16 +123,30 @@ def _samples(number: int, row: Encoding, data: DataConfig) -> Iterator[tuple[tup
     documents = row.documents()
     for k, document in enumerate(documents, start=1):
         try:
-            for line, positions, weights in _fit(number, document, data):
-                yield line, document.tokens[positions], weights
+            yield from _fit(number, document, data) if document.tree is None else _fit_tree(number, document, data)
         except DataError as error:
             if len(documents) == 1:
                 raise
             raise DataError(f"document {k} of {len(documents)}: {error}") from error
 
 
-def _fit(number: int, row: Encoding, data: DataConfig) -> Iterator[tuple[tuple[int, ...], np.ndarray, np.ndarray]]:
-    """Yields for each sample of a document: its line of the table, the positions of its tokens, and their weights.
+def _fit_tree(number: int, row: Encoding, data: DataConfig) -> Iterator[RowSample]:
+    """Yields the samples of a row whose texts have a tree."""
+    assert row.tree is not None
+    parts = list(split_tree(Grown(row.tokens, row.weights, row.tree), data))
+    full = len(row.tokens), num_labels_of(row.tree)
+    if not parts:
+        yield RowSample((number, 0, 0, 0, 0, 0, *full), row.tokens[:0], row.weights[:0])
+    is_held = np.zeros(len(row.tokens), dtype=bool)  # tokens that an earlier sample of the row contains
+    for window, part in enumerate(parts, start=1):
+        num_new = int(np.count_nonzero(~is_held[part.positions]))
+        is_held[part.positions] = True
+        line = (number, window, len(parts), len(part.tokens), part.labels, num_new, *full)
+        yield RowSample(line, part.tokens, part.weights, part.tree)
+
+
+def _fit(number: int, row: Encoding, data: DataConfig) -> Iterator[RowSample]:
+    """Yields the samples of a document.
 
     A document without supervised labels has no sample, whatever its length.
     """
@@ -136,7 +167,7 @@ def _fit(number: int, row: Encoding, data: DataConfig) -> Iterator[tuple[tuple[i
         num_new = int(np.count_nonzero(~is_held[positions]))
         is_held[positions] = True
         counts = (len(positions), num_labels(weights), num_new, len(full), num_labels(full))
-        yield (number, window, len(parts), *counts), positions, weights
+        yield RowSample((number, window, len(parts), *counts), row.tokens[positions], weights)
 
 
 def num_labels(weights: np.ndarray) -> int:

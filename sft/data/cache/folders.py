@@ -30,6 +30,8 @@ from sft.errors import DataError
 ENCODING = "2: the sources of characters decide masks, and text that a template inserts is supervised"
 # Version of the code that decides which rows are unusable.  Stores that skipped no row do not depend on it.
 REFUSALS = "3: rows of tokens that other programs packed or padded are cut into documents"
+# Version of the code that renders each turn and makes trees.  Stores with data.turns = chat do not depend on it.
+TREES = "1: each supervised turn is the last one of a text"
 _SETTINGS = ("seq_length", "doc_multiple", "over_long", "on_bad_row", "supervise", "supervise_inserted")
 Stamp = tuple[tuple[int, int], ...]
 
@@ -49,6 +51,8 @@ def store_folder(cache_dir: Path, file: DataFile, data: DataConfig, tokenizer: C
     }
     if data.on_bad_row == "skip":
         parts["refusals"] = REFUSALS
+    if data.turns == "each":
+        parts["turns"] = TREES
     return cache_dir / hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 

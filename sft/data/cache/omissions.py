@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import NamedTuple
 
-from sft.data.chat.omitted import find_omitted, why_omitted
+from sft.data.chat.omitted import OmittedText, find_omitted, why_omitted
 from sft.data.chat.render import RenderedChat
 from sft.data.chat.tokenizer import ChatTokenizer, template_name
 from sft.data.read.rows import DataFile, row_name
@@ -83,12 +83,15 @@ def named(role: str, kind: str) -> str:
     return kind if role in ("tool", "tools") else f"{role} {kind}"
 
 
-def row_omissions(row: int, chat: RenderedChat, explained: set[tuple[str, str]]) -> Iterator[RowOmission]:
+def row_omissions(
+    row: int, chat: RenderedChat, explained: set[tuple[str, str]], texts: list[OmittedText] | None = None
+) -> Iterator[RowOmission]:
     """The texts left out of a chat, by role and kind.
 
     explained  (role, kind) of omissions whose reason is known from an earlier row of the part; new ones are added
+    texts      the texts; None: those that this rendering leaves out
     """
-    texts = find_omitted(chat)
+    texts = find_omitted(chat) if texts is None else texts
     for kind, num in Counter((text.role, text.kind) for text in texts).items():
         first = next(text for text in texts if (text.role, text.kind) == kind)
         said, why = ("", "") if kind in explained else (first.text, why_omitted(chat, first))

@@ -264,7 +264,7 @@ def _assemble(job: FileJob, results: Sequence[PartResult]) -> Store:
 
 def _parts(job: FileJob) -> Iterator[EncodedRows]:
     for number in range(len(job.ranges)):
-        part = read_part(part_path(job, number))
+        part = read_part(part_path(job, number), has_trees=job.data.turns == "each")
         if part is None:
             raise FileNotFoundError(part_path(job, number))
         yield part

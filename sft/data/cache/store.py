@@ -3,6 +3,8 @@
     tokens.npy     int32 [total]   all samples concatenated
     mask.npy       uint8 [total]   the index of each token's weight
     rows.npy       LINE [lines]    one line per sample, and one per dropped document (`row_report.LINE`)
+    trees.npy, documents.npy, texts.npy, spans.npy
+                   with data.turns = each: the trees of the samples (`tree_tables.py`)
     rejects.jsonl  rows that were skipped: {"row": 1841, "reason": "..."}; missing if no row was skipped
     omitted.jsonl  texts that the chat template left out, by row, role and kind (`omissions.py`); missing if none
     ledger.json    the row report, the weights that mask.npy indexes, the largest id, sizes and digests of the other
@@ -18,7 +20,7 @@ import os
 import uuid
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,9 +29,11 @@ import numpy as np
 from sft.data.cache.encoder import EncodedRows
 from sft.data.cache.omissions import add_up
 from sft.data.cache.row_report import LINE, RowCounts, RowReport, count_rows
+from sft.data.cache.tree_tables import DTYPES, Trees, TreeTables
 from sft.files.atomic_files import flush
 
 _ARRAYS: dict[str, np.dtype[Any]] = {"tokens": np.dtype(np.int32), "mask": np.dtype(np.uint8), "rows": LINE}
+_TREE_ARRAYS: dict[str, np.dtype[Any]] = dict(zip(TreeTables._fields, DTYPES, strict=True))
 _REJECTS, _OMITTED = "rejects.jsonl", "omitted.jsonl"
 _HASH_BYTES = 1 << 24
 
@@ -44,6 +48,7 @@ class Store:
     weights: np.ndarray  # float32 [at most 256]: token i weighs weights[mask[i]]
     row_report: RowReport
     digest: str  # depends on all tokens, weights and lines
+    trees: Trees | None = None  # None unless data.turns = each
     largest_id: int | None = None  # the largest token id; -1: no token; None: an older version made the store
 
 
@@ -62,6 +67,8 @@ def open_store(folder: Path, *, verify: bool = False) -> Store | None:
         if any((folder / name).stat().st_size != file["bytes"] for name, file in content["files"].items()):
             return None
         arrays = {name: _map(folder / f"{name}.npy") for name in _ARRAYS}
+        names = _array_names(folder)
+        tables = [_map(folder / f"{name}.npy") for name in names if name in _TREE_ARRAYS]
         if verify and content["files"] != _describe(folder):
             return None
         return Store(
@@ -69,7 +76,8 @@ def open_store(folder: Path, *, verify: bool = False) -> Store | None:
             weights=np.array(content["weights"], dtype=np.float32),
             row_report=RowReport.from_json(content["rows"]),
             largest_id=content.get("largest_id"),
-            digest=_json_digest([content["weights"], [content["files"][f"{name}.npy"]["digest"] for name in _ARRAYS]]),
+            digest=_json_digest([content["weights"], [content["files"][f"{name}.npy"]["digest"] for name in names]]),
+            trees=Trees(TreeTables(*tables)) if tables else None,
         )
     except (FileNotFoundError, NotADirectoryError, ValueError, EOFError, KeyError, TypeError, AttributeError):
         return None  # any other OSError is about the disk or this process, and not about the store
@@ -86,8 +94,10 @@ def write_store(temp: Path, parts: Iterable[EncodedRows], weights: np.ndarray) -
     if counts.rejects:
         lines = [json.dumps(reject._asdict(), ensure_ascii=False) + "\n" for reject in counts.rejects]
         (temp / _REJECTS).write_text("".join(lines), encoding="utf-8")
+    if (temp / "trees.npy").exists():
+        counts.trees = Trees(TreeTables(*(_map(temp / f"{name}.npy") for name in _TREE_ARRAYS))).counts()
     content = {
-        "rows": asdict(count_rows(_map(temp / "rows.npy"), counts)),
+        "rows": count_rows(_map(temp / "rows.npy"), counts).to_json(),
         "weights": weights.tolist(),
         "largest_id": int(_map(temp / "tokens.npy").max(initial=-1)),
         "files": _describe(temp),
@@ -101,16 +111,20 @@ def write_store(temp: Path, parts: Iterable[EncodedRows], weights: np.ndarray) -
 def _write_parts(temp: Path, parts: Iterable[EncodedRows], weights: np.ndarray) -> RowCounts:
     """Writes the arrays and the list of omitted texts.  Returns the counts that the table of rows does not contain."""
     counts = RowCounts()
-    sizes = dict.fromkeys(_ARRAYS, 0)
+    dtypes = _ARRAYS | _TREE_ARRAYS
+    sizes = dict.fromkeys(dtypes, 0)
+    has_trees = False
     with ExitStack() as stack:
-        files = {name: stack.enter_context((temp / f"{name}.npy").open("wb")) for name in _ARRAYS}
+        files = {name: stack.enter_context((temp / f"{name}.npy").open("wb")) for name in dtypes}
         listed = stack.enter_context((temp / _OMITTED).open("w", encoding="utf-8"))
         for name, file in files.items():
-            _write_header(file, _ARRAYS[name], 0)
+            _write_header(file, dtypes[name], 0)
         for part in parts:
             mask = np.searchsorted(weights, part.weights).astype(np.uint8)[part.mask]
-            for name, array in (("tokens", part.tokens), ("mask", mask), ("rows", part.lines)):
-                files[name].write(array.astype(_ARRAYS[name], copy=False).tobytes())
+            has_trees |= part.trees is not None
+            tables = {} if part.trees is None else part.trees._asdict()
+            for name, array in {"tokens": part.tokens, "mask": mask, "rows": part.lines, **tables}.items():
+                files[name].write(array.astype(dtypes[name], copy=False).tobytes())
                 sizes[name] += len(array)
             counts.rejects += part.rejects
             counts.chats += part.num_chats
@@ -123,7 +137,9 @@ def _write_parts(temp: Path, parts: Iterable[EncodedRows], weights: np.ndarray) 
             counts.omitted = add_up([*counts.omitted, *(omission.file_omission() for omission in part.omitted)])
             listed.writelines(omission.as_line() for omission in part.omitted)
         for name, file in files.items():
-            _write_header(file, _ARRAYS[name], sizes[name])
+            _write_header(file, dtypes[name], sizes[name])
+    for name in () if has_trees else _TREE_ARRAYS:
+        (temp / f"{name}.npy").unlink()
     if not counts.omitted:
         (temp / _OMITTED).unlink()
     return counts
@@ -163,9 +179,14 @@ def _map(path: Path) -> np.ndarray:
     return np.asarray(np.load(path, mmap_mode="r"))  # a plain array is sliced faster than an np.memmap
 
 
+def _array_names(folder: Path) -> list[str]:
+    """The arrays of a store; those of trees only if it has them."""
+    return [*_ARRAYS, *(_TREE_ARRAYS if (folder / "trees.npy").exists() else ())]
+
+
 def _describe(folder: Path) -> dict[str, dict[str, Any]]:
     """Size and digest of every file except ledger.json."""
-    described = {f"{name}.npy": _digest(_map(folder / f"{name}.npy")) for name in _ARRAYS}
+    described = {f"{name}.npy": _digest(_map(folder / f"{name}.npy")) for name in _array_names(folder)}
     for name in (_REJECTS, _OMITTED):
         if (folder / name).exists():
             with (folder / name).open("rb") as file:

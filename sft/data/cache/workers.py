@@ -26,6 +26,7 @@ from sft.data.cache.encoder import EncodedRows, encode_rows
 from sft.data.cache.folders import Stamp, check_unchanged, work_folder
 from sft.data.cache.omissions import RowOmission
 from sft.data.cache.row_report import Reject
+from sft.data.cache.tree_tables import TreeTables
 from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer, template_name
 from sft.data.read.rows import DataFile, RowIndex, read_rows, row_name
 from sft.errors import DataError
@@ -35,7 +36,7 @@ from sft.errors import DataError
 ROWS_PER_PART = 2048
 BYTES_PER_PART = 16 << 20
 _DIGEST_BYTES = 32
-_NUM_ARRAYS = 4  # the first fields of EncodedRows; the others are JSON
+_NUM_ARRAYS = 4  # the first fields of EncodedRows; the tables of trees follow, if there are any.  The others are JSON
 _ATTEMPTS = 5
 
 
@@ -91,7 +92,7 @@ def make_part(job: FileJob, number: int) -> PartResult:
     """Tokenises part `number`, unless a complete one exists.  Raises OSError if the part cannot be written, and
     DataError if the file cannot be read."""
     path, (start, stop) = part_path(job, number), job.ranges[number]
-    encoded = read_part(path)
+    encoded = read_part(path, has_trees=job.data.turns == "each")
     was_there = encoded is not None
     if encoded is None:
         try:
@@ -112,7 +113,7 @@ def part_path(job: FileJob, number: int) -> Path:
     return job.folder / f"part-{start:09}-{stop:09}"
 
 
-def read_part(path: Path) -> EncodedRows | None:
+def read_part(path: Path, *, has_trees: bool) -> EncodedRows | None:
     """A part, or None if it is missing or damaged."""
     try:
         content = path.read_bytes()
@@ -123,20 +124,21 @@ def read_part(path: Path) -> EncodedRows | None:
         return None
     stream = io.BytesIO(payload)
     tokens, mask, weights, lines = (np.load(stream) for _ in range(_NUM_ARRAYS))
+    trees = TreeTables(*(np.load(stream) for _ in TreeTables._fields)) if has_trees else None
     lists = json.loads(stream.read())
-    if len(lists) != len(EncodedRows._fields) - _NUM_ARRAYS:  # another version of sft made the part
+    if len(lists) != len(EncodedRows._fields) - _NUM_ARRAYS - 1:  # another version of sft made the part
         return None
     rejects, omitted, *counts = lists
     rejects, omitted = [Reject(*fields) for fields in rejects], [RowOmission(*fields) for fields in omitted]
-    return EncodedRows(tokens, mask, weights, lines, rejects, omitted, *counts)
+    return EncodedRows(tokens, mask, weights, lines, rejects, omitted, *counts)._replace(trees=trees)
 
 
 def _write_part(path: Path, encoded: EncodedRows) -> None:
     """Writes a part under a temporary name and renames it, so that no reader finds an incomplete part."""
     stream = io.BytesIO()
-    for array in (encoded.tokens, encoded.mask, encoded.weights, encoded.lines):
+    for array in (encoded.tokens, encoded.mask, encoded.weights, encoded.lines, *(encoded.trees or ())):
         np.save(stream, array)
-    stream.write(json.dumps(encoded[_NUM_ARRAYS:]).encode())
+    stream.write(json.dumps(encoded[_NUM_ARRAYS:-1]).encode())
     payload = stream.getbuffer()
     temp = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}")
     for attempt in range(_ATTEMPTS):

@@ -9,6 +9,9 @@ determine the weights of tokens.  Supervised tokens by `data.supervise`:
     last       as for assistant, but only in the last assistant turn
     all        every token except the first
 
+With data.turns = each, each assistant turn has a rendering of its own, as the last turn, and `tree.py` stores the
+common beginnings of these texts once.
+
 If it cannot be proven which tokens are supervised, an error is raised.  Errors name the message; the caller adds file
 and line.
 `cache/truncation.py` handles samples that are too long, and `omitted.py` finds text that the template left out.
@@ -16,17 +19,23 @@ and line.
 
 import gc
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
 import numpy as np
 
+from sft.batch import Tree
 from sft.config import DataConfig
-from sft.data.chat.render import RenderedChat, render_chat
-from sft.data.chat.tokenizer import BYTE_CONTROL, ByteTokenizer, ChatTokenizer
-from sft.data.chat.tokens import TokenSpan, find_token_spans, tokenise
+from sft.data.chat.omitted import OmittedText, find_omitted, in_no_rendering
+from sft.data.chat.render import RenderedChat, render_chat, render_turns
+from sft.data.chat.tokenizer import BYTE_CONTROL, ByteTokenizer, ChatTokenizer, FolderTokenizer
+from sft.data.chat.tokens import Tokenised, TokenSpan, find_token_spans, tokenise
+from sft.data.chat.tree import TreeText, grow
 from sft.data.chat.turns import Turn, find_turns
-from sft.data.rows.formats import Chat, PlainText, Tokenized
+from sft.data.rows.formats import Chat, PlainText
 from sft.data.rows.messages import THINKING, with_arguments, with_reasoning_keys
+from sft.data.rows.token_rows import Tokenized
 from sft.errors import DataError
 
 Supervise = Literal["assistant", "last", "all"]
@@ -35,11 +44,14 @@ Supervise = Literal["assistant", "last", "all"]
 class Encoding(NamedTuple):
     """The tokens of a row, int32 [n], their weights in the loss, float32 [n], and the rendered chat.
 
-    rendered     the rendered chat; None for rows that are no chats, and with the byte tokenizer
+    rendered     the rendered chat, with a tree that of its last text; None for rows that are no chats, and with the
+                 byte tokenizer
     num_before   number of tokens that the tokenizer puts before a plain text; None for other rows
     spelled      control tokens that stayed text, each with the role of its text
     starts       index of the first token of each document; a packed row of tokens has several documents
     num_padding  number of padding tokens of the row, which are not among `tokens`
+    tree         the texts of the row; None: it is one text
+    omitted      the texts that no rendering of the chat contains; None: only `rendered` shows them
     """
 
     tokens: np.ndarray
@@ -49,6 +61,8 @@ class Encoding(NamedTuple):
     spelled: tuple[tuple[str, str], ...] = ()
     starts: tuple[int, ...] = (0,)
     num_padding: int = 0
+    tree: Tree | None = None
+    omitted: list[OmittedText] | None = None
 
     def documents(self) -> "list[Encoding]":
         """The documents of the row, each as the encoding of a separate row."""
@@ -66,6 +80,13 @@ def encode_row(row: Chat | PlainText | Tokenized, tokenizer: ChatTokenizer, data
 
     token ids 3 259, a tokenizer with 259 ids  ->  token 2 is 259, but the tokenizer has only ids 0 to 258.
     """
+    if isinstance(row, Chat) and data.turns == "each":
+        return encode_turns(row, tokenizer, inserted=data.supervise_inserted)
+    if isinstance(row, Chat) and row.others:
+        raise DataError(
+            f"the row has {len(row.others) + 1} completions, but data.turns = chat renders one chat of a row.  Set "
+            "data.turns = each, or write a row for each completion."
+        )
     if isinstance(row, Chat):
         return encode_chat(row, tokenizer, data.supervise, inserted=data.supervise_inserted)
     if isinstance(row, PlainText):
@@ -120,35 +141,95 @@ def encode_chat(
     user "a", assistant "b", byte tokenizer:
     <|im_start|>user\\na<|im_end|>\\n<|im_start|>assistant\\nb<|im_end|>\\n      1: b <|im_end|>      0: all others
     """
-    enabled = gc.isenabled()
-    gc.disable()  # a long chat makes a million small objects without a reference cycle
-    try:
+    with _without_gc():
         return _encode_chat(chat, tokenizer, supervise, inserted)
+
+
+def encode_turns(chat: Chat, tokenizer: ChatTokenizer, *, inserted: bool = True) -> Encoding:
+    """Tokens and weights of the tree whose texts are the chat rendered for each supervised turn, as its last turn.
+
+    A text supervises its last turn.  With several completions, each is a chat.  A chat with one supervised turn has no
+    tree.  Raises the errors of `encode_chat`.
+    """
+    encoded: list[Encoding] = []
+    earlier: Tokenised | None = None
+    with _without_gc():
+        for answered in (chat, *chat.others):
+            texts, earlier = _encode_texts(answered, tokenizer, inserted, earlier)
+            encoded += texts
+    if not encoded:
+        raise _no_loss("assistant")
+    if len(encoded) == 1:
+        return encoded[0]
+    grown = grow([TreeText(text.tokens, text.weights) for text in encoded])
+    spelled = tuple(dict.fromkeys(token for text in encoded for token in text.spelled))
+    omitted = {lost[:3]: lost for text in encoded for lost in text.omitted or ()}
+    longest = max(encoded, key=lambda text: 0 if text.rendered is None else len(text.rendered.chat.messages))
+    return longest._replace(
+        tokens=grown.tokens, weights=grown.weights, spelled=spelled, tree=grown.tree, omitted=[*omitted.values()]
+    )
+
+
+def _encode_texts(
+    chat: Chat, tokenizer: ChatTokenizer, inserted: bool, earlier: Tokenised | None
+) -> tuple[list[Encoding], Tokenised | None]:
+    """The encodings of the chat up to each supervised turn.  The last one has its rendering, and what all leave out."""
+    turns = list(weights_of_turns(chat, "assistant"))
+    if isinstance(tokenizer, ByteTokenizer):
+        parts = [chat._replace(messages=chat.messages[: turn + 1]) for turn in turns]
+        return [_encode_chat(part, tokenizer, "last", inserted) for part in parts], None
+    encoded: list[Encoding] = []
+    omitted: list[list[OmittedText]] = []
+    for rendered in render_turns(chat, tokenizer, turns):
+        text, earlier = _encode_rendered(rendered, "last", inserted, earlier)
+        encoded[-1:] = [other._replace(rendered=None) for other in encoded[-1:]]  # only the last rendering is used
+        encoded.append(text)
+        omitted.append(find_omitted(rendered))
+    encoded[-1:] = [text._replace(omitted=in_no_rendering(omitted, turns)) for text in encoded[-1:]]
+    return encoded, earlier
+
+
+@contextmanager
+def _without_gc() -> Iterator[None]:
+    """Pauses the collector: a long chat makes a million small objects without a reference cycle."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
     finally:
         if enabled:
             gc.enable()
 
 
 def _encode_chat(chat: Chat, tokenizer: ChatTokenizer, supervise: Supervise, inserted: bool) -> Encoding:
+    if isinstance(tokenizer, FolderTokenizer):
+        return _encode_rendered(render_chat(chat, tokenizer), supervise, inserted)[0]
+    ids, spans = _encode_bytes(chat)
+    return Encoding(ids, _weights(chat, supervise, len(ids), spans), None)  # its template leaves nothing out
+
+
+def _encode_rendered(
+    rendered: RenderedChat, supervise: Supervise, inserted: bool, earlier: Tokenised | None = None
+) -> tuple[Encoding, Tokenised]:
+    """The encoding of a rendering.  earlier: another rendering of the chat, whose tokens are used again"""
+    chat, tokenizer = rendered.chat, rendered.tokenizer
+    tokenised = tokenise(rendered.reading, tokenizer, earlier)
+    # If a turn has the same weight as all other tokens, its position does not matter.
+    unlike = [i for i, weight in weights_of_turns(chat, supervise).items() if weight != (supervise == "all")]
+    last = len(chat.messages) - 1
+    if supervise == "all" and chat.messages[last]["role"] == "assistant" and tokenizer.appends_end:
+        unlike = sorted({*unlike, last})
+    turns = find_turns(rendered, unlike)
+    spans = find_token_spans(turns, rendered.reading.text, tokenised.encoded, tokenizer, inserted=inserted)
+    ids, spans = _with_final_end(tokenised.encoded.ids, spans, rendered, turns)
+    weights = _weights(chat, supervise, len(ids), spans)
+    return Encoding(ids, weights, rendered, spelled=tuple(tokenised.spelled)), tokenised
+
+
+def _weights(chat: Chat, supervise: Supervise, num_tokens: int, spans: list[TokenSpan]) -> np.ndarray:
+    """The weights of the tokens of a chat, float32 [num_tokens].  spans: the tokens of its turns"""
     by_message = weights_of_turns(chat, supervise)
-    spelled: tuple[tuple[str, str], ...] = ()
-    rendered = None  # the byte tokenizer's own template leaves nothing out
-    if isinstance(tokenizer, ByteTokenizer):
-        ids, spans = _encode_bytes(chat)
-    else:
-        rendered = render_chat(chat, tokenizer)
-        reading = rendered.reading
-        encoded, counts = tokenise(reading, tokenizer)
-        spelled = tuple(counts)
-        # If a turn has the same weight as all other tokens, its position does not matter.
-        unlike = [i for i, weight in by_message.items() if weight != (supervise == "all")]
-        last = len(chat.messages) - 1
-        if supervise == "all" and chat.messages[last]["role"] == "assistant" and tokenizer.appends_end:
-            unlike = sorted({*unlike, last})
-        turns = find_turns(rendered, unlike)
-        spans = find_token_spans(turns, reading.text, encoded, tokenizer, inserted=inserted)
-        ids, spans = _with_final_end(encoded.ids, spans, rendered, turns)
-    weights = (np.ones if supervise == "all" else np.zeros)(len(ids), dtype=np.float32)
+    weights = (np.ones if supervise == "all" else np.zeros)(num_tokens, dtype=np.float32)
     for span in spans:
         if span.message in by_message:
             weights[span.start : span.end] = by_message[span.message]
@@ -156,11 +237,15 @@ def _encode_chat(chat: Chat, tokenizer: ChatTokenizer, supervise: Supervise, ins
                 weights[span.end_start : span.end] = 0
     weights[:1] = 0  # no token precedes and predicts the first token
     if not weights.any():
-        raise DataError(
-            f"every token has weight 0 with data.supervise = {supervise}, so the chat has no loss.  Give an "
-            "assistant message a weight above 0, or remove the chat."
-        )
-    return Encoding(ids, weights, rendered, spelled=spelled)
+        raise _no_loss(supervise)
+    return weights
+
+
+def _no_loss(supervise: Supervise) -> DataError:
+    return DataError(
+        f"every token has weight 0 with data.supervise = {supervise}, so the chat has no loss.  Give an "
+        "assistant message a weight above 0, or remove the chat."
+    )
 
 
 def _with_final_end(

@@ -12,7 +12,8 @@ The reason for an omission is found by rendering variants of the chat, never fro
 """
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from sft.data.chat.reading import Reading
@@ -51,6 +52,21 @@ def find_omitted(chat: RenderedChat, reading: Reading | None = None) -> list[Omi
         for number, role, kind, text in _named(field, gaps, missing, chat):
             firsts.setdefault((role not in (TOOLS, DOCUMENTS, VARIABLES), number, role, kind), text)
     return [OmittedText(number, role, kind, text) for (_, number, role, kind), text in sorted(firsts.items())]
+
+
+def in_no_rendering(omitted: Sequence[list[OmittedText]], turns: Sequence[int]) -> list[OmittedText]:
+    """The texts of a chat that no rendering with their message contains.
+
+    omitted: what each rendering leaves out; turns: the index of its last message, rising
+    """
+    counts = Counter(text[:3] for texts in omitted for text in texts)
+    firsts = {text[:3]: text for texts in reversed(omitted) for text in texts}
+    lost = []
+    for (number, role, kind), count in counts.items():
+        is_of_message = role not in (TOOLS, DOCUMENTS, VARIABLES)
+        if count == sum(not is_of_message or number <= turn + 1 for turn in turns):
+            lost.append(firsts[number, role, kind])
+    return lost
 
 
 def why_omitted(chat: RenderedChat, omitted: OmittedText) -> str:

@@ -148,9 +148,14 @@ def is_text(field: Field, message: int) -> bool:
 
 def common_length(left: str, right: str) -> int:
     """The length of the longest common prefix of two texts."""
-    if left.startswith(right):
-        return len(right)
-    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+    same, end = 0, min(len(left), len(right))
+    while same < end:  # left[:same] equals right[:same], and left[:end + 1] does not equal right[:end + 1]
+        middle = (same + end + 1) // 2
+        if left[same:middle] == right[same:middle]:
+            same = middle
+        else:
+            end = middle - 1
+    return same
 
 
 def shared_length(left: str, right: str, control: re.Pattern[str]) -> int:

@@ -6,6 +6,7 @@ header of a prompt, small chats are rendered.  If only the shapes of messages ca
 all messages of equal shapes.  Otherwise each chat has its own prompts.  So no mask depends on the order of chats.
 """
 
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -79,6 +80,24 @@ def render_chat(chat: Chat, tokenizer: FolderTokenizer) -> RenderedChat:
         {},
         tokenizer.prompts.shapes_of(chat),
     )
+
+
+def render_turns(chat: Chat, tokenizer: FolderTokenizer, turns: Sequence[int]) -> Iterator[RenderedChat]:
+    """The renderings of a chat that end with each of the messages `turns`.  Raises DataError as `render_chat`.
+
+    Each is a rendering of its own, so the time grows with the square of the number of turns.
+    """
+    chat = chat._replace(messages=prepared(chat.messages, tokenizer.habits))
+    inputs = trace_inputs(chat.messages, chat.tools, chat.documents, chat.variables)
+    shapes = tokenizer.prompts.shapes_of(chat)
+    for turn in turns:
+        first = inputs._replace(
+            messages=inputs.messages[: turn + 1],
+            fields=tuple(field for field in inputs.fields if field.message is None or field.message <= turn),
+        )
+        part = chat._replace(messages=chat.messages[: turn + 1])
+        reading = Reading(tokenizer.template.rendered(first), first.fields)
+        yield RenderedChat(part, first, reading, tokenizer, {}, shapes[: turn + 2])
 
 
 def prepared(messages: list[Message], habits: Habits) -> list[Message]:

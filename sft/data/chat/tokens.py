@@ -10,9 +10,13 @@ text.  There are two exceptions in an assistant's text: tokens that the template
 A chat without control strings that must stay text is tokenised at once.  In any other chat, each piece between two
 control tokens that contains such a string is tokenised separately, without control tokens.  A tokenisation of the whole
 chat proves that this does not change the rest: in it, private characters of equal length stand in for these strings.
+
+If an earlier rendering of the chat begins with the same text, its tokens are used again, up to a control token before
+which any text can be cut without a change of its other tokens (`TextTokenizer.always_found`).  The rest is tokenised.
 """
 
 import re
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
@@ -20,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sft.data.chat.reading import Reading
+from sft.data.chat.reading import Reading, common_length
 from sft.data.chat.tokenizer import FolderTokenizer
 from sft.data.chat.turns import Turn
 from sft.data.rows.messages import quoted
@@ -42,35 +46,81 @@ class TokenSpan(NamedTuple):
     is_end_usual: bool = True
 
 
-def tokenise(reading: Reading, tokenizer: FolderTokenizer) -> tuple[Encoded, Counter[tuple[str, str]]]:
-    """The tokens of a rendering, and the number of control strings that stayed text, by token and role.
+class Tokenised(NamedTuple):
+    """The tokens of a rendering.
 
-    Raises DataError if it cannot be proven that a text stays text.
+    text     the rendering
+    typed    the spans of the control strings that stayed text
+    spelled  their number by token and role
     """
-    num_control, typed, spelled = _typed(reading, tokenizer)
-    masked, stand_ins = _masked(reading.text, typed) if typed else (reading.text, "")
+
+    text: str
+    encoded: Encoded
+    typed: list[tuple[int, int]]
+    spelled: Counter[tuple[str, str]]
+
+
+def tokenise(reading: Reading, tokenizer: FolderTokenizer, earlier: Tokenised | None = None) -> Tokenised:
+    """The tokens of a rendering.  Raises DataError if it cannot be proven that a text stays text.
+
+    earlier: another rendering; only text that it does not begin with is tokenised
+    """
+    controls, typed, spelled = _typed(reading, tokenizer)
+    num_kept, at = (0, 0) if earlier is None else _shared(earlier, reading.text, typed, tokenizer)
+    rest = _tokens_from(at, reading.text, controls, typed, tokenizer)
+    if earlier is not None and at:
+        if rest.ids[0] == earlier.encoded.ids[num_kept]:
+            rest = earlier.encoded.continued(num_kept, reading.text, at, rest)
+        else:
+            rest = _tokens_from(0, reading.text, controls, typed, tokenizer)
+    return Tokenised(reading.text, rest, typed, spelled)
+
+
+def _shared(earlier: Tokenised, text: str, typed: list[tuple[int, int]], tokenizer: FolderTokenizer) -> tuple[int, int]:
+    """The number of the first tokens of `earlier` that `text` has, too, and the position of the text after them, which
+    is the start of a token of `tokenizer.always_found`.  (0, 0): none"""
+    shared, encoded = common_length(earlier.text, text), earlier.encoded
+    for token in np.flatnonzero(tokenizer.is_always_found[encoded.ids])[::-1].tolist():
+        at, name = int(encoded.starts[token]), tokenizer.always_found[int(encoded.ids[token])]
+        end = at + len(name)
+        if end <= shared and text.startswith(name, at):
+            is_same = [span for span in typed if span[0] < end] == [span for span in earlier.typed if span[0] < end]
+            return (token, at) if is_same else (0, 0)
+    return 0, 0
+
+
+def _tokens_from(
+    at: int, text: str, controls: list[int], typed: list[tuple[int, int]], tokenizer: FolderTokenizer
+) -> Encoded:
+    """The tokens of text[at:].  controls: positions of all control strings of `text`; typed: those that stay text"""
+    text, num_control = text[at:], len(controls) - bisect_left(controls, at)
+    typed = [(start - at, end - at) for start, end in typed if start >= at]
+    masked, stand_ins = _masked(text, typed) if typed else (text, "")
     whole = tokenizer.encode(masked)
     if tokenizer.normalizes and np.count_nonzero(tokenizer.is_control[whole.ids]) > num_control - len(typed):
         raise DataError(
             f"the tokenizer of {tokenizer.name} turns ordinary characters of the chat into a control token.  Remove "
             "or change these characters."
         )
-    if typed:
-        whole = _without_typed(reading.text, masked, stand_ins, whole, tokenizer)
-    return whole, spelled
+    return _without_typed(text, masked, stand_ins, whole, tokenizer) if typed else whole
 
 
-def _typed(reading: Reading, tokenizer: FolderTokenizer) -> tuple[int, list[tuple[int, int]], Counter[tuple[str, str]]]:
-    """The number of all control strings of a rendering, the spans that must stay text, and counts by token and role."""
-    num_control = at = 0
+def _typed(
+    reading: Reading, tokenizer: FolderTokenizer
+) -> tuple[list[int], list[tuple[int, int]], Counter[tuple[str, str]]]:
+    """The positions of all control strings of a rendering, the spans that must stay text, and counts by token and
+    role."""
+    controls: list[int] = []
+    at = 0
     typed: list[tuple[int, int]] = []
     spelled: Counter[tuple[str, str]] = Counter()
     text, runs = reading.text, reading.runs
     if not any(head in text for head in tokenizer.control_heads):
-        return num_control, typed, spelled
+        return controls, typed, spelled
     allowed = tokenizer.habits.inside | tokenizer.assistant_control
-    for num_control, match in enumerate(tokenizer.control.finditer(text), 1):
+    for match in tokenizer.control.finditer(text):
         start, end = match.span()
+        controls.append(start)
         while runs[at].end <= start:
             at += 1
         if runs[at].source is CONSTANT and runs[at].end >= end:  # most tokens
@@ -91,7 +141,7 @@ def _typed(reading: Reading, tokenizer: FolderTokenizer) -> tuple[int, list[tupl
             continue
         spelled[match.group(), role] += 1
         typed.append(match.span())
-    return num_control, typed, spelled
+    return controls, typed, spelled
 
 
 def _masked(text: str, typed: list[tuple[int, int]]) -> tuple[str, str]:

@@ -23,7 +23,7 @@ _ADDED = (
     *("rows", "samples", "tokens_repeated", "rows_cut", "rows_windowed", "samples_windowed", "tokens_cut"),
     *("supervised_cut", "rows_dropped", "tokens_dropped", "supervised_dropped", "rows_skipped", "chats"),
     *("rows_unwanted", "rows_packed", "documents", "rows_padded", "tokens_padding"),
-    *("documents_unsupervised", "tokens_unsupervised"),
+    *("documents_unsupervised", "tokens_unsupervised", "trees", "texts", "tokens_rendered", "tokens_of_trees"),
 )
 
 
@@ -112,6 +112,10 @@ class FileCounts:
     tokens_unsupervised: int  # tokens of these documents
     rows_padded: int  # rows of tokens of which padding was dropped
     tokens_padding: int  # tokens of this padding; counted nowhere else
+    trees: int  # samples with several texts (data.turns = each)
+    texts: int  # texts of these samples
+    tokens_rendered: int  # tokens of these texts, as separate samples
+    tokens_of_trees: int  # stored tokens of these samples
     unused: tuple[tuple[str, int], ...]  # (key that nothing reads, number of rows with it), the most frequent first
     unused_others: int  # sum of the numbers of rows of all further keys
     spelled: tuple[tuple[str, int], ...]  # (control token that stayed text, with its role; number of such rows)

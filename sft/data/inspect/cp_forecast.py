@@ -50,7 +50,7 @@ class BatchForecast:
 
 def batches_of(loader: Loader, count: int) -> list[BatchForecast]:
     """The forecasts of the steps that `spread_steps` chooses.  The layout of `loader` must have dynamic CP."""
-    layout, lengths, cost = loader.layout, loader.corpus.lengths, loader.cp_cost
+    layout, lengths, cost = loader.layout, loader.corpus.shapes, loader.cp_cost
     assert cost is not None
     rank_tokens = loader.seq_length // layout.cp
     batches = []

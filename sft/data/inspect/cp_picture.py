@@ -24,7 +24,7 @@ def draw_step(out: Path, loader: Loader) -> str:
     layout, cost = loader.layout, loader.cp_cost
     assert cost is not None
     grids = (fixed(loader.slots(0), layout.cp), loader.grid(0))
-    panels = [timeline(grid, loader.corpus.lengths, cost) for grid in grids]
+    panels = [timeline(grid, loader.corpus.shapes, cost) for grid in grids]
     figure = drawn(*panels, num_ranks=layout.dp * layout.cp, cp_sizes=layout.cp_sizes)
     figure.savefig(out, dpi=120, format="png")
     return f"step 1 with cp {layout.cp} and with dynamic CP, {layout.dp * layout.cp} ranks of dp x cp"

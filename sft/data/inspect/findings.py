@@ -82,21 +82,32 @@ def scan(corpus: Corpus, ends_of_turn: Sequence[int], console: Console) -> Scan:
     with console.track("reading samples", len(corpus), "samples") as progress:
         for sample_id, (window, of) in enumerate(windows):
             sample = corpus.sample(sample_id)
-            starts, ends = np.array(turns(sample.weights), dtype=np.int64).reshape(-1, 2).T
-            digests += _digests(sample, starts, ends, has_prompt=window == 1)
+            starts, ends, sizes = _turns_of(sample)
+            digests += _digests(sample, starts, ends, has_prompt=window == 1 and sample.tree is None)
             is_open = ~np.isin(sample.tokens[ends - 1], ends_of_turn)
-            if window < of and len(ends) and ends[-1] == len(sample.tokens) and is_open[-1]:
+            if window < of and sample.tree is None and len(ends) and ends[-1] == len(sample.tokens) and is_open[-1]:
                 is_open = is_open[:-1]  # the turn continues in the next window and is counted there
             if is_open.any() and len(unfinished) < NUM_EXAMPLES:
                 unfinished.append(sample_id)
             unfinished_runs += int(is_open.sum())
             num_runs += len(is_open)
-            longest = int((ends - starts).max(initial=0))
+            longest = int(sizes.max(initial=0))
             if longest > longest_run:
                 longest_run, longest_sample = longest, sample_id
             progress.advance(1)
     wholes, prompts, openings = np.frombuffer(digests, dtype=_KIND).reshape(-1, 3).T
     return Scan(wholes, prompts, openings, num_runs, unfinished_runs, unfinished, longest_run, longest_sample)
+
+
+def _turns_of(sample: Sample) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Start, end and number of tokens of each run of supervised tokens.  Of a tree, what a text supervises is a run,
+    and start and end are those of its last part."""
+    if sample.tree is None:
+        starts, ends = np.array(turns(sample.weights), dtype=np.int64).reshape(-1, 2).T
+        return starts, ends, ends - starts
+    texts, starts, ends = sample.tree.spans.T
+    lasts = np.flatnonzero(np.diff(texts, append=-1))
+    return starts[lasts], ends[lasts], np.bincount(texts, weights=ends - starts)
 
 
 def _sample_lines(corpus: Corpus) -> np.ndarray:

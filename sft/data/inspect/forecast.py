@@ -22,6 +22,7 @@ from sft.data.packing.plan import PackingPlan
 from sft.data.packing.plan_files import follows_from, write_plans
 from sft.layers.flops import AttentionCost
 from sft.parallel.alignment import aligned, smallest_world
+from sft.parallel.shapes import SampleSizes, padded
 
 LOOKED_AT = 50  # number of global batches, spread over the epoch, whose balance is computed
 LIMITED = 0.95  # if no assignment can reach this efficiency, the forecast suggests a larger cp
@@ -125,7 +126,7 @@ def _sources(config: Config, plan: PackingPlan, corpus: Corpus) -> list[str]:
 
 def _balance(config: Config, loader: Loader) -> list[str]:
     looked_at = cp_forecast.spread_steps(loader, LOOKED_AT)
-    work = costs(loader.corpus.lengths, doc_multiple=config.data.doc_multiple, attention=loader.attention)
+    work = costs(loader.corpus.shapes, doc_multiple=config.data.doc_multiple, attention=loader.attention)
     levels, limits = [], []
     for step in looked_at:
         slots = loader.slots(step)
@@ -161,7 +162,7 @@ def _equal_length(attention: AttentionCost) -> str:
 def _limits(loader: Loader, step: int, dp: int) -> Bounds:
     ids = [i for pack in loader.plans.global_batch(step) for i in pack]
     return bounds(
-        loader.corpus.lengths[ids],
+        loader.corpus.shapes[ids],
         dp=dp,
         num_microbatches=loader.layout.global_batch_size // dp,
         seq_length=loader.seq_length,
@@ -191,14 +192,20 @@ def _spread(shares: Iterable[float]) -> str:
 
 
 def bounds(
-    lengths: np.ndarray, *, dp: int, num_microbatches: int, seq_length: int, doc_multiple: int, attention: AttentionCost
+    lengths: SampleSizes,
+    *,
+    dp: int,
+    num_microbatches: int,
+    seq_length: int,
+    doc_multiple: int,
+    attention: AttentionCost,
 ) -> Bounds:
     """The limits for the sequences of one global batch, on dp ranks with num_microbatches packs each."""
-    sizes = aligned(lengths, doc_multiple)
+    sizes = padded(lengths, doc_multiple)
     work = costs(lengths, doc_multiple=doc_multiple, attention=attention)
     total, longest = int(work.sum()), int(work.argmax())
     full = _rest_of_its_rank(sizes, work - sizes, longest, int(sizes.sum()) - (dp - 1) * num_microbatches * seq_length)
-    rows = _cost_of_rows(lengths, sizes, work, (num_microbatches, dp), seq_length, attention)
+    rows = _cost_of_rows(np.asarray(lengths), sizes, work, (num_microbatches, dp), seq_length, attention)
     return Bounds(
         longest=min(1.0, total / (dp * int(work[longest]))),
         full=min(1.0, total / (dp * (int(work[longest]) + full))),

@@ -10,6 +10,7 @@ from itertools import chain
 from sft.batch import Sample
 from sft.data.cache.truncation import turns
 from sft.data.chat.tokenizer import ChatTokenizer
+from sft.data.inspect.tree_picture import picture
 
 _CHARACTERS = 200  # number of characters shown on each side of a boundary; about as many tokens are decoded
 _FIRST_PIECES, _LAST_PIECES = 8, 4
@@ -17,7 +18,8 @@ _FIRST_PIECES, _LAST_PIECES = 8, 4
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRun:
-    """Neighbouring tokens that are all supervised or all context.  A gap stands for tokens that are not shown."""
+    """Neighbouring tokens that are all supervised or all context.  A gap stands for tokens that are not shown; a gap
+    with a text is the beginning of a branch."""
 
     text: str
     is_supervised: bool
@@ -27,13 +29,15 @@ class TokenRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Preview:
-    """The pieces of one sample.  name: its row and window; why it was chosen: `first`, `longest answer`, or both."""
+    """The pieces of one sample.  name: its row and window; why it was chosen: `first`, `longest answer`, or both; tree:
+    the lines of a picture of its tree."""
 
     name: str
     why: str
     tokens: int
     supervised: int
     pieces: tuple[TokenRun, ...]
+    tree: tuple[str, ...] = ()
 
 
 def preview(sample: Sample, name: str, why: str, tokenizer: ChatTokenizer) -> Preview:
@@ -44,7 +48,8 @@ def preview(sample: Sample, name: str, why: str, tokenizer: ChatTokenizer) -> Pr
     user "a", assistant "b", byte tokenizer ->
     "<|im_start|>user\\na<|im_end|>\\n<|im_start|>assistant\\n", then supervised "b<|im_end|>", then "\\n"
     """
-    edges = sorted({0, *chain.from_iterable(turns(sample.weights)), len(sample.tokens)})
+    of_branches = [] if sample.tree is None else sample.tree.starts.tolist()
+    edges = sorted({0, *chain.from_iterable(turns(sample.weights)), len(sample.tokens), *of_branches})
     spans = list(zip(edges, edges[1:], strict=False))
     left_out = spans[_FIRST_PIECES:-_LAST_PIECES]
     shown = [piece for span in spans[:_FIRST_PIECES] for piece in _pieces(sample, *span, tokenizer)]
@@ -52,11 +57,26 @@ def preview(sample: Sample, name: str, why: str, tokenizer: ChatTokenizer) -> Pr
         shown.append(TokenRun(text="", is_supervised=False, tokens=left_out[-1][1] - left_out[0][0], is_gap=True))
     rest = spans[max(_FIRST_PIECES, len(spans) - _LAST_PIECES) :]
     shown += [piece for span in rest for piece in _pieces(sample, *span, tokenizer)]
-    return Preview(name=name, why=why, tokens=len(sample.tokens), supervised=sample.num_supervised, pieces=tuple(shown))
+    return Preview(
+        name=name,
+        why=why,
+        tokens=len(sample.tokens),
+        supervised=sample.num_supervised,
+        pieces=tuple(shown),
+        tree=tuple(picture(sample)),
+    )
 
 
 def _pieces(sample: Sample, start: int, end: int, tokenizer: ChatTokenizer) -> list[TokenRun]:
-    """The tokens from start to end as one piece, or as two pieces with a gap between them."""
+    """The tokens from start to end as one piece, or as two pieces with a gap between them, after a gap for a branch."""
+    if sample.tree is not None and start and start in sample.tree.starts:
+        depth = int(sample.tree.branches.depths[sample.tree.starts.searchsorted(start)])
+        branch = TokenRun(text=f"branch after {depth:,} tokens", is_supervised=False, tokens=0, is_gap=True)
+        return [branch, *_tokens(sample, start, end, tokenizer)]
+    return _tokens(sample, start, end, tokenizer)
+
+
+def _tokens(sample: Sample, start: int, end: int, tokenizer: ChatTokenizer) -> list[TokenRun]:
     is_supervised = start > 0 and bool(sample.weights[start] > 0)
     tokens = sample.tokens[start:end]
     if len(tokens) <= 2 * _CHARACTERS and len(text := tokenizer.decode(tokens)) <= 2 * _CHARACTERS:

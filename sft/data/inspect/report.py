@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from sft.data.cache.row_report import describe_packed, describe_padding
+from sft.data.cache.row_report import describe_packed, describe_padding, describe_trees
 from sft.data.cache.unused_keys import describe_spelled, describe_unused
 from sft.data.inspect.counts import FileCounts
 from sft.data.inspect.findings import Finding
@@ -89,6 +89,7 @@ def preview_lines(preview: Preview, *, color: bool) -> Iterator[str]:
       [[b<|im_end|>]]⏎
     """
     yield f"  {preview.name} ({preview.why}): {preview.tokens:,} tokens, {preview.supervised:,} supervised"
+    yield from (f"    {line}" for line in preview.tree)
     kinds = groupby(preview.pieces, key=lambda piece: piece.is_supervised)
     texts = [("".join(map(_shown, pieces)), is_supervised) for is_supervised, pieces in kinds]
     text = "".join(_marked(text, is_supervised=is_supervised, color=color) for text, is_supervised in texts if text)
@@ -158,6 +159,9 @@ def _files(survey: Survey) -> Iterator[str]:
 def _losses(counts: FileCounts) -> Iterator[str]:
     """Lines about rows of a file that data.over_long or data.on_bad_row changes or drops."""
     name = _file(counts)
+    if counts.trees:
+        saved = describe_trees(counts.trees, counts.texts, counts.tokens_rendered, counts.tokens_of_trees)
+        yield f"{name}: data.turns = each {saved}"
     if counts.rows_packed:
         lost = counts.documents_unsupervised, counts.tokens_unsupervised
         yield f"{name}: {describe_packed(counts.rows_packed, counts.documents, *lost)}"
@@ -290,5 +294,5 @@ def _marked(text: str, *, is_supervised: bool, color: bool) -> str:
 
 
 def _shown(piece: TokenRun) -> str:
-    """The text of a piece; for a gap, its number of tokens."""
-    return f"\n[... {piece.tokens:,} tokens ...]\n" if piece.is_gap else visible(piece.text)
+    """The text of a piece; for a gap, its number of tokens, or what begins there."""
+    return f"\n[{piece.text or f'... {piece.tokens:,} tokens ...'}]\n" if piece.is_gap else visible(piece.text)

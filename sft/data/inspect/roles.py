@@ -22,8 +22,9 @@ from sft.data.inspect.counts import DataSet
 from sft.data.inspect.findings import NUM_EXAMPLES, Finding, finding
 from sft.data.read.rows import DataFile, read_rows, row_name
 from sft.data.read.strict_json import parse
-from sft.data.rows.formats import Chat, PlainText, Tokenized, read_row
+from sft.data.rows.formats import Chat, PlainText, read_row
 from sft.data.rows.messages import ROLES, Message, text_of, to_json, with_arguments
+from sft.data.rows.token_rows import Tokenized
 
 _TOKENISED_ROWS = 2000
 _TOKENISED_AT_LEAST = 100  # messages of each role, so rare roles have an estimate too
@@ -68,13 +69,16 @@ def count_messages(data: DataSet, tokenizer: ChatTokenizer, supervise: Supervise
             num_texts += isinstance(chat, PlainText)
             num_tokenised += isinstance(chat, Tokenized)
             continue
-        weights = weights_of_turns(chat, supervise)
-        for i, message in enumerate(chat.messages):
-            role, text = message["role"], _text(message)
-            is_trained = weights.get(i, float(supervise == "all")) > 0
-            counters[role].add(text, tokenizer, is_trained=is_trained, is_chosen=num_chats % stride == 0)
-            if role == "user" and not text.strip():
-                empty.add(path, number)
+        for answered in (chat, *chat.others):
+            weights = weights_of_turns(answered, supervise)
+            for i, message in enumerate(answered.messages):
+                if answered is not chat and message in chat.messages[i : i + 1]:
+                    continue  # of the prompt
+                role, text = message["role"], _text(message)
+                is_trained = weights.get(i, float(supervise == "all")) > 0
+                counters[role].add(text, tokenizer, is_trained=is_trained, is_chosen=num_chats % stride == 0)
+                if role == "user" and not text.strip():
+                    empty.add(path, number)
         if chat.messages[-1]["role"] != "assistant":
             unanswered.add(path, number)
         num_chats += 1

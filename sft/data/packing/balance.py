@@ -27,9 +27,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from sft.data.packing.level import level
 from sft.data.packing.pair_split import PairSplitter
 from sft.layers.flops import AttentionCost
-from sft.parallel.alignment import aligned
+from sft.parallel.shapes import SampleSizes, attention_cost, padded
 
 Slots = list[list[tuple[int, ...]]]  # sample ids by rank and microbatch
 
@@ -43,25 +44,27 @@ MAX_SPLITS = 400  # splits of pairs of packs in each balancing of ranks or rows;
 FILL = 0.999  # share of a rank's capacity that single sequences may take: they rarely fill packs exactly
 
 
-def costs(lengths: np.ndarray, *, doc_multiple: int, attention: AttentionCost) -> np.ndarray:
+def costs(lengths: SampleSizes, *, doc_multiple: int, attention: AttentionCost) -> np.ndarray:
     """int64 [n]: the cost of each sequence, in tokens.
 
     lengths [1000, 4000], doc_multiple 32, AttentionCost(1000) -> [1024 + 1000, 4000 + 16000]
     """
-    real = np.asarray(lengths, dtype=np.int64)
-    return aligned(real, doc_multiple) + np.rint(attention(real)).astype(np.int64)
+    return padded(lengths, doc_multiple) + np.rint(attention_cost(lengths, attention)).astype(np.int64)
 
 
 def assign(
     packs: Sequence[Sequence[int]],
-    lengths: np.ndarray,
+    lengths: SampleSizes,
     *,
     dp: int,
     seq_length: int,
     doc_multiple: int,
     attention: AttentionCost,
+    meets: bool = False,
 ) -> Slots:
     """Sample ids by rank and microbatch, so that `dp` ranks have balanced costs.  Some of the packs may be empty.
+
+    meets: whether all ranks wait for each other in every microbatch; then rows are balanced, and not ranks (`level.py`)
 
     Costs 8 1 7 2, two ranks:                     packs (0,) (1,) (2,) (3,) -> [[(0,), (1,)], [(2,), (3,)]]
     Costs 9 1 1 1 of sizes 3 1 1 1, two ranks:    packs (0,) (1, 2, 3)      -> [[(0,)], [(1, 2, 3)]], the best possible
@@ -73,11 +76,11 @@ def assign(
     if dp == 1 or len(ids) == 0:
         return round_robin
     pack_of = np.repeat(np.arange(len(packs)), [len(pack) for pack in packs])
-    longest_first = np.argsort(-lengths[ids], kind="stable")
+    longest_first = np.argsort(-np.asarray(lengths[ids]), kind="stable")
     ids, pack_of = ids[longest_first], pack_of[longest_first]
     batch = _Batch(
         [np.flatnonzero(pack_of == k).tolist() for k in range(len(packs))],
-        sizes=aligned(lengths[ids], doc_multiple) // doc_multiple,
+        sizes=padded(lengths[ids], doc_multiple) // doc_multiple,
         costs=costs(lengths[ids], doc_multiple=doc_multiple, attention=attention),
         limit=seq_length // doc_multiple,
         dp=dp,
@@ -88,9 +91,12 @@ def assign(
     if batch.assign_sequences():
         batch.balance_ranks()
     batch.balance_rows()
+    if meets:
+        batch.level_rows()
+        return batch.by_rank(ids)
     if max(batch.load) > round_robin_cost:
         return round_robin
-    return [[tuple(ids[batch.packs[k]].tolist()) for k in rank] for rank in batch.ranks]
+    return batch.by_rank(ids)
 
 
 class _Batch:
@@ -114,6 +120,7 @@ class _Batch:
         """Assigns packs in rows of dp, costliest first.  In each row, every rank gets one pack, and a costlier pack
         goes to a rank with less cost so far."""
         dp = len(self.ranks)
+        self.ranks, self.load = [[] for _ in range(dp)], [0] * dp
         order = sorted(range(len(self.packs)), key=lambda k: (-self.cost[k], k))
         for first in range(0, len(order), dp):
             least = sorted(range(dp), key=lambda rank: (self.load[rank], rank))
@@ -271,6 +278,16 @@ class _Batch:
                     rows[:] = changed
                     return True
         return False
+
+    def level_rows(self) -> None:
+        """Balances rows by exchanges between all packs, whatever this does to the cost of ranks."""
+        self.packs = level(self.packs, self._costs, self._splitter, len(self.ranks))
+        self.cost = [self._cost(pack) for pack in self.packs]
+        self.assign_packs()
+
+    def by_rank(self, ids: np.ndarray) -> Slots:
+        """The ids of the sequences, by rank and microbatch."""
+        return [[tuple(ids[self.packs[k]].tolist()) for k in rank] for rank in self.ranks]
 
     def _split(self, p: int, q: int, wanted_cost: int) -> tuple[list[int], list[int]] | None:
         return self._splitter.split(self.packs[p], self.packs[q], wanted_cost)

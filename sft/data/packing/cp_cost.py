@@ -12,20 +12,19 @@ come from the recipe, and the speed of computation is an assumed share of the pe
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import lcm
 
 import numpy as np
 
 from sft.config import Config
 from sft.layers.flops import ASSUMED_SHARE, ASSUMED_TFLOPS, AttentionCost, TrainFlops
-from sft.parallel.alignment import aligned
 from sft.parallel.cp_bytes import CpBytes
+from sft.parallel.meetings import domain, meeting_ranks
+from sft.parallel.shapes import SampleSizes, attention_cost, padded
 
 NS = 1e9
 # Time that each layer adds to a microbatch, whatever its tokens: kernels are launched, weights and gradients are read.
 # This is an assumption, not a measurement.
 LAYER_NS = 5e5
-ALL_RANKS = 1 << 30  # as `wait_ranks`: all ranks of the grid wait for each other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,15 +58,6 @@ class CpCost(CpBytes):
         repeats = config.train.repeats_layers
         per_token = TrainFlops.of(model, 0).per_token * (4 / 3 if repeats else 1.0)
         flops = (config.log.peak_tflops or ASSUMED_TFLOPS) * 1e12 * ASSUMED_SHARE
-        waits = parallel.cp if pp > 1 else 1
-        if parallel.ep * parallel.etp > 1:  # its ranks are consecutive, and tp of them are one rank of the grid
-            groups = -(-parallel.ep * parallel.etp // tp)
-            waits = -(-max(waits, groups) // parallel.cp) * parallel.cp
-        if parallel.shards_gradients:  # the ranks of a shard group meet in each layer
-            size = parallel.shard_size or ALL_RANKS
-            if model.moe.num_experts is not None:  # that of an expert has every (ep x etp)-th rank
-                size = max(size, -(-size * parallel.ep * parallel.etp // tp))
-            waits = lcm(waits, -(-size // parallel.cp) * parallel.cp)
         return CpCost(
             **vars(CpBytes.of(config)),
             doc_multiple=config.data.doc_multiple,
@@ -77,31 +67,26 @@ class CpCost(CpBytes):
             node_ranks=max(1, parallel.gpus_per_node // tp),
             intra_gb_s=parallel.intra_node_gb_s,
             inter_gb_s=parallel.inter_node_gb_s,
-            wait_ranks=waits,
+            wait_ranks=meeting_ranks(config),
         )
 
     def domain(self, num_ranks: int) -> int:
-        """The number of consecutive ranks that wait for each other in a grid of `num_ranks`: wait_ranks, or all ranks
-        if wait_ranks does not divide num_ranks.
+        """The number of consecutive ranks that wait for each other in a grid of `num_ranks`."""
+        return domain(self.wait_ranks, num_ranks)
 
-        12 ranks, wait_ranks 4 -> 4        12 ranks, wait_ranks 8 -> 12
-        """
-        return self.wait_ranks if num_ranks % self.wait_ranks == 0 else num_ranks
-
-    def times(self, lengths: np.ndarray, cp_size: int) -> np.ndarray:
+    def times(self, lengths: SampleSizes, cp_size: int) -> np.ndarray:
         """Nanoseconds that each document takes on each rank of a group of cp_size ranks: int64 [n].
 
         lengths [1000, 4000], doc_multiple 8, crossover 1000, token_ns 10, no bytes over cp, cp_size 2
         -> [2000, 20000] x 10 / 2
         """
-        real = np.asarray(lengths, dtype=np.int64)
-        padded = aligned(real, self.doc_multiple)
-        computed = (padded + self.attention(real)) * self.token_ns
+        tokens = padded(lengths, self.doc_multiple)
+        computed = (tokens + attention_cost(lengths, self.attention)) * self.token_ns
         if cp_size > 1:
             gb_s = self.gb_s(cp_size)
-            of_keys = self.kv_bytes * padded * (cp_size - 1) / gb_s
-            hidden = AttentionCost(self.attention.crossover)(real) * self.token_ns
-            computed = computed + np.maximum(of_keys - hidden, 0.0) + self.other_than_keys(padded, cp_size) / gb_s
+            of_keys = self.kv_bytes * tokens * (cp_size - 1) / gb_s
+            hidden = attention_cost(lengths, AttentionCost(self.attention.crossover)) * self.token_ns
+            computed = computed + np.maximum(of_keys - hidden, 0.0) + self.other_than_keys(tokens, cp_size) / gb_s
         return np.rint(computed / cp_size).astype(np.int64)
 
     def gb_s(self, cp_size: int) -> float:
@@ -132,16 +117,16 @@ class Documents:
 
     @staticmethod
     def of(
-        samples: Sequence[int], lengths: np.ndarray, sizes: tuple[int, ...], *, rank_tokens: int, cost: CpCost
+        samples: Sequence[int], lengths: SampleSizes, sizes: tuple[int, ...], *, rank_tokens: int, cost: CpCost
     ) -> "Documents":
         """The documents of these samples.  rank_tokens: padded tokens that a rank may hold in a microbatch
 
         lengths 40 and 90, rank_tokens 64, doc_multiple 8, sizes 1 2 -> longest first: units 12 5, least 1 0; limit 8
         """
         ids = np.asarray(samples, dtype=np.int64)
-        ids = ids[np.argsort(-lengths[ids], kind="stable")]
+        ids = ids[np.argsort(-np.asarray(lengths[ids]), kind="stable")]
         real, limit = lengths[ids], rank_tokens // cost.doc_multiple
-        units = aligned(real, cost.doc_multiple) // cost.doc_multiple
+        units = padded(real, cost.doc_multiple) // cost.doc_multiple
         least = np.searchsorted(np.array(sizes) * limit, units)
         assert len(ids) == 0 or least[0] < len(sizes), "no group holds the longest document"
         times = np.stack([cost.times(real, size) for size in sizes])
@@ -165,33 +150,3 @@ class Documents:
         num_microbatches = -(-int(self.units.sum()) // (num_ranks * self.limit))
         work = -(-int(self.work(self.least).sum()) // num_ranks)
         return max(work, int(self.times[-1].max())) + round(num_microbatches * self.microbatch_ns)
-
-    def waiting_bound_ns(self, num_ranks: int) -> float:
-        """A lower bound of the time of a step in ns, if all ranks wait for each other after every microbatch.
-
-        A block is as many consecutive ranks as the largest group; a microbatch has num_ranks / block blocks.  A block
-        holds at most one of the documents that need all its ranks, and beside it only documents that fit into its
-        remaining room.  This limits the work of a block, and also that of the k longest microbatches, for each k.  They
-        take at least as long as the longest documents that need whole blocks, in order of length.  The ranks share all
-        other work evenly.  The bound is the largest time over k.
-        """
-        units, work, last = self.units, self.work(self.least), len(self.sizes) - 1
-        if len(units) == 0:
-            return self.microbatch_ns
-        block = self.sizes[last] * self.limit
-        blocks = num_ranks // self.sizes[last]
-        longest = -np.sort(-self.times[last][self.least == last])[::blocks]
-        longest = longest if len(longest) else self.times.min(axis=0)[:1]
-        count = np.arange(len(longest) + 1)
-        # The most work per unit among documents of at most this many units
-        density = np.maximum.accumulate((work / units)[::-1])
-        fitting = np.searchsorted(units[::-1], np.minimum(block - units, units), side="right")
-        beside = np.where(fitting > 0, density[np.maximum(fitting, 1) - 1], 0.0) * (block - units)
-        of_blocks = np.maximum.accumulate((work + beside)[::-1])[::-1]
-        held = np.concatenate([[0.0], np.cumsum(of_blocks)])[np.minimum(count * blocks, len(units))]
-        order = np.argsort(-work / units, kind="stable")
-        tokens, costliest = (np.concatenate([[0], np.cumsum(of[order])]) for of in (units, work))
-        held = np.minimum(held, np.interp(count * num_ranks * self.limit, tokens, costliest))
-        times = np.concatenate([[0], np.cumsum(longest)]) + (costliest[-1] - held) / num_ranks
-        least = -(-int(tokens[-1]) // (num_ranks * self.limit))
-        return float(times.max()) + least * self.microbatch_ns

@@ -15,7 +15,7 @@ import numpy as np
 
 from sft.data.packing.balance import Slots
 from sft.data.packing.cp_cost import CpCost
-from sft.parallel.alignment import aligned
+from sft.parallel.shapes import SampleSizes, padded
 
 
 class Slot(NamedTuple):
@@ -45,7 +45,7 @@ class TimedPack(NamedTuple):
     end_ns: int
 
 
-def timeline(grid: Grid, lengths: np.ndarray, cost: CpCost) -> list[TimedPack]:
+def timeline(grid: Grid, lengths: SampleSizes, cost: CpCost) -> list[TimedPack]:
     """The packs in order of microbatch, then rank.  A pack on several ranks appears once.
 
     Two ranks, 10 ns a token.  Microbatch 0: a document of 3 tokens on rank 0, one of 1 token on rank 1.  Microbatch 1:
@@ -77,7 +77,7 @@ def _groups(row: Sequence[Slot]) -> Iterator[tuple[int, Slot]]:
         rank += row[rank].cp_size
 
 
-def _work(packs: Sequence[Slot], lengths: np.ndarray, cost: CpCost) -> np.ndarray:
+def _work(packs: Sequence[Slot], lengths: SampleSizes, cost: CpCost) -> np.ndarray:
     """int64 [packs]: nanoseconds that each pack takes."""
     work = np.full(len(packs), round(cost.microbatch_ns), dtype=np.int64)
     for size in {slot.cp_size for slot in packs}:
@@ -88,7 +88,7 @@ def _work(packs: Sequence[Slot], lengths: np.ndarray, cost: CpCost) -> np.ndarra
     return work
 
 
-def makespan_ns(grid: Grid, lengths: np.ndarray, cost: CpCost) -> int:
+def makespan_ns(grid: Grid, lengths: SampleSizes, cost: CpCost) -> int:
     """Nanoseconds until the last rank finishes the step."""
     return max(pack.end_ns for pack in timeline(grid, lengths, cost))
 
@@ -114,7 +114,7 @@ class Prediction:
     share_of_tokens: dict[int, float]
 
 
-def predict(grid: Grid, lengths: np.ndarray, cost: CpCost) -> Prediction:
+def predict(grid: Grid, lengths: SampleSizes, cost: CpCost) -> Prediction:
     """One rank, one microbatch with a document of 6 tokens, 10 ns a token -> 60 ns, 1.0 per step, {1: 1.0} ..."""
     num_ranks, num_microbatches = len(grid), len(grid[0])
     work = np.zeros((num_ranks, num_microbatches), dtype=np.int64)
@@ -130,12 +130,14 @@ def predict(grid: Grid, lengths: np.ndarray, cost: CpCost) -> Prediction:
     mean = work.sum() / num_ranks
     return Prediction(
         makespan_ns=makespan,
-        num_bytes=sum(int(cost.num_bytes(real[size], cost.doc_multiple, size).sum()) for size in real),
+        num_bytes=sum(
+            int(cost.num_bytes(padded(real[size], cost.doc_multiple), cost.doc_multiple, size).sum()) for size in real
+        ),
         num_microbatches=num_microbatches,
         per_step=float(mean / makespan) if makespan else 1.0,
         per_microbatch=float(mean / work.max(axis=0).sum()) if makespan else 1.0,
         share_of_packs=_shares(packs),
-        share_of_tokens=_shares(Counter({size: int(aligned(real[size], cost.doc_multiple).sum()) for size in real})),
+        share_of_tokens=_shares(Counter({size: int(padded(real[size], cost.doc_multiple).sum()) for size in real})),
     )
 
 

@@ -23,14 +23,13 @@ another processor.  So `pipeline.check_agreement` compares the grids of all proc
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from sft.data.packing.cp_cost import CpCost, Documents
 from sft.data.packing.cp_grid import FILLER, Grid, Slot, makespan_ns
 from sft.data.packing.cp_packs import PackRule
 from sft.data.packing.cp_ranks import BETTER, packs_of_groups
 from sft.data.packing.cp_rows import FEW_BYTES, RULES, packs_of_rows
 from sft.parallel.cp_group import cp_sizes
+from sft.parallel.shapes import SampleSizes
 
 # A batch with more documents is planned by rows only: so many short documents make rows even without more balancing.
 MANY = 4000
@@ -39,7 +38,7 @@ NEAR = 1.02  # a plan by groups of at most NEAR times the bound is kept; otherwi
 
 def assign(
     samples: Sequence[int],
-    lengths: np.ndarray,
+    lengths: SampleSizes,
     *,
     dp: int,
     cp: int,
@@ -102,7 +101,7 @@ def _completed(grid: Grid, multiple: int) -> Grid:
 
 
 def unless_longer(
-    grid: Grid, samples: Sequence[int], lengths: np.ndarray, fixed_cp: Callable[[], Grid], *, cp: int, cost: CpCost
+    grid: Grid, samples: Sequence[int], lengths: SampleSizes, fixed_cp: Callable[[], Grid], *, cp: int, cost: CpCost
 ) -> Grid:
     """`grid`, or the grid of a fixed cp if `grid` takes more than 1% (BETTER) longer than that grid.
 

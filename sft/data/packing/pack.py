@@ -8,10 +8,12 @@ another rank.  `plan.py`, `balance.py` and `dynamic_cp.py` decide which samples 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
+from typing import Any
 
 import numpy as np
 
-from sft.batch import Microbatch, Pack, Sample
+from sft.batch import BranchTargets, Microbatch, Pack, Sample
+from sft.data.packing.tree_packs import PackDocuments, PackTargets, supervision, tree_of
 from sft.parallel import context_parallel
 from sft.parallel.alignment import aligned
 
@@ -34,6 +36,7 @@ class Collator:
     cp_size: int = 1
     cp_rank: int = 0
     reduction: str = "token"  # loss.reduction: decides the weight of each supervised token
+    shared: str = "each"  # loss.shared: how often a token counts that several texts supervise
 
     def microbatch(self, samples: Sequence[Sample]) -> Microbatch:
         """This rank's part of the pack of these samples; without samples, the pack holds only filler documents."""
@@ -54,44 +57,42 @@ class Collator:
             no sample -> at least one filler document
         """
         multiple, least = self.doc_multiple, self.pad_to_length
-        real_lengths = np.array([len(sample.tokens) for sample in samples], dtype=np.int32)
+        trees = [tree_of(sample) for sample in samples]
+        real_lengths = np.concatenate([np.zeros(0, np.int64), *(np.diff(tree.starts) for tree in trees)])
         assert all(real_lengths > 0)
         aligned_total = int(aligned(real_lengths, multiple).sum())
         assert not least or (aligned_total <= least and least % multiple == 0)
         total = aligned(max(aligned_total, least, 1), lcm(self.pack_multiple, multiple))
         filler_starts = np.arange(aligned_total, total, max(FILLER_TOKENS // multiple, 1) * multiple)
         filler = np.zeros(len(filler_starts), dtype=np.int32)  # a filler document has no real token
-        lengths = np.concatenate([real_lengths, filler])
+        lengths = np.concatenate([real_lengths.astype(np.int32), filler])
         real_starts = np.cumsum([0, *aligned(real_lengths, multiple)])[:-1]
         cu_seqlens = np.concatenate([real_starts, filler_starts, [total]]).astype(np.int32)
+        targets, first = PackTargets.none(total, self.pad_id), 0
         tokens = np.full(total, self.pad_id, dtype=np.int32)
-        labels = np.full(total, self.pad_id, dtype=np.int32)
-        loss_weights = np.zeros(total, dtype=np.float32)
-        for sample, start, length in zip(samples, cu_seqlens.tolist(), lengths.tolist(), strict=False):
-            weight = token_weight(sample.num_supervised, self.reduction)
-            tokens[start : start + length] = sample.tokens
-            labels[start : start + length - 1] = sample.tokens[1:]
-            loss_weights[start : start + length - 1] = sample.weights[1:] * weight
-        starts = np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
+        for sample, tree in zip(samples, trees, strict=True):
+            starts = cu_seqlens[first : first + len(tree.branches)].astype(np.int64)
+            positions = context_parallel.runs(starts, np.diff(tree.starts))
+            tokens[positions] = sample.tokens
+            targets.add(tree, starts, positions, sample.tokens, supervision(sample, self.reduction, self.shared))
+            first += len(starts)
+        first_tokens, of_trees = cu_seqlens[:-1], dict[str, Any]()
+        if any(sample.tree is not None for sample in samples):
+            documents = PackDocuments.of(trees, len(filler))
+            of_trees = {**documents._asdict(), "label_counts": targets.counts, "further": targets.further()}
+            first_tokens = first_tokens - documents.branches.depths.astype(np.int32)  # of texts
+        sources = [sample.source for sample, tree in zip(samples, trees) for _ in range(len(tree.branches))]
         return Pack(
             tokens=tokens,
-            labels=labels,
-            loss_weights=loss_weights,
-            position_ids=np.arange(total, dtype=np.int32) - starts,
+            labels=targets.labels,
+            loss_weights=targets.weights,
+            position_ids=np.arange(total, dtype=np.int32) - np.repeat(first_tokens, np.diff(cu_seqlens)),
             cu_seqlens=cu_seqlens,
             lengths=lengths,
-            sources=np.concatenate([np.array([sample.source for sample in samples], dtype=np.int32), filler]),
+            sources=np.concatenate([np.array(sources, dtype=np.int32), filler]),
             sample_ids=tuple(sample.sample_id for sample in samples),
+            **of_trees,
         )
-
-
-def token_weight(num_supervised: int, reduction: str) -> np.float32:
-    """The weight of each supervised token of a sample with `num_supervised` such tokens; reduction: `loss.reduction`.
-
-    num_supervised 4 -> "token" 1, "sample" 1/4, "sqrt" 1/2
-    """
-    exponent = {"token": 0.0, "sample": -1.0, "sqrt": -0.5}[reduction]
-    return np.float32(max(num_supervised, 1) ** exponent)
 
 
 def local_part(pack: Pack, indices: np.ndarray, *, cp_size: int, doc_multiple: int) -> Microbatch:
@@ -113,11 +114,38 @@ def local_part(pack: Pack, indices: np.ndarray, *, cp_size: int, doc_multiple: i
         cu_seqlens=torch.from_numpy(pack.cu_seqlens),
         max_seqlen=pack.max_seqlen,
         lengths=pack.lengths,
-        supervised=np.bincount(pack.documents[pack.loss_mask], minlength=len(pack.lengths)).astype(np.int32),
+        supervised=_supervised(pack),
         sources=pack.sources,
-        num_documents=int((pack.lengths > 0).sum()),
+        num_documents=len(pack.sample_ids),
         num_real_tokens=int(pack.lengths.sum()),
         num_aligned_tokens=int(aligned(pack.lengths, doc_multiple).sum()),
-        num_tokens=int(pack.loss_mask.sum()),
+        num_tokens=int(_supervised(pack).sum()),
         sample_ids=pack.sample_ids,
+        branches=pack.branches,
+        firsts=pack.firsts,
+        texts=pack.texts,
+        label_counts=None if pack.label_counts is None else at_indices(pack.label_counts, torch.int32),
+        further=None if pack.further is None else _local_targets(pack.further, indices),
     )
+
+
+def _supervised(pack: Pack) -> np.ndarray:
+    """int32 [documents]: number of supervised labels; a label counts as often as texts supervise it.
+
+    The first document of a sample counts those of the whole sample.
+    """
+    documents, count = pack.documents, len(pack.lengths)
+    if pack.firsts is None or pack.label_counts is None or pack.further is None:
+        return np.bincount(documents[pack.loss_mask], minlength=count).astype(np.int32)
+    firsts = pack.firsts[documents]
+    labels = np.bincount(firsts, weights=pack.label_counts, minlength=count)
+    further = np.bincount(firsts[pack.further.rows], weights=pack.further.counts, minlength=count)
+    return (labels + further).astype(np.int32)
+
+
+def _local_targets(further: BranchTargets, indices: np.ndarray) -> BranchTargets:
+    """The further targets of the tokens at positions `indices` of a pack, which rise, with rows among these tokens."""
+    rows = np.minimum(np.searchsorted(indices, further.rows), len(indices) - 1)
+    is_local = indices[rows] == further.rows
+    rows, labels, weights, counts = (x[is_local] for x in (rows, further.labels, further.weights, further.counts))
+    return BranchTargets(rows=rows, labels=labels, weights=weights, counts=counts)

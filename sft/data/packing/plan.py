@@ -18,7 +18,7 @@ from sft.config import DataConfig
 from sft.data.packing.mixture import Mixture
 from sft.data.packing.shuffle import shuffled
 from sft.errors import ConfigError, DataError
-from sft.parallel.alignment import aligned
+from sft.parallel.shapes import SampleSizes, padded
 
 # Version of the plans that this module, mixture.py and shuffle.py make.  Raise it whenever a change gives the same data
 # another plan: a resumed run must not train on other batches than the plan that it began with.
@@ -58,7 +58,7 @@ class PackingPlan:
 
 
 def plan_epoch(
-    lengths: np.ndarray,
+    lengths: SampleSizes,
     *,
     capacity: int,
     doc_multiple: int,
@@ -80,8 +80,8 @@ def plan_epoch(
 
     Raises DataError if the mixture leaves an epoch without a sample.
     """
-    lengths = np.asarray(lengths, dtype=np.int64)
-    order = np.arange(len(lengths)) if mixture is None else mixture.samples(lengths, seed=seed, epoch=epoch)
+    tokens = np.asarray(lengths, dtype=np.int64)
+    order = np.arange(len(tokens)) if mixture is None else mixture.samples(tokens, seed=seed, epoch=epoch)
     if len(order) == 0:
         raise DataError(
             f"epoch {epoch + 1} has no sample, because data.train asks for less than one sample.  Raise epochs of "
@@ -89,7 +89,7 @@ def plan_epoch(
         )
     if shuffle:
         order = order[shuffled(len(order), seed, epoch)]
-    sizes = aligned(lengths[order], doc_multiple) // doc_multiple
+    sizes = padded(lengths[order], doc_multiple) // doc_multiple
     limit = capacity // doc_multiple
     assert sizes.min() > 0 and sizes.max() <= limit, "samples that do not fit are dealt with before"
     free = limit // FREE_SHARE if int(sizes.sum()) * MANY_SAMPLES <= limit * len(sizes) else 0
@@ -99,15 +99,16 @@ def plan_epoch(
 
 
 def plan_of(
-    samples: np.ndarray, counts: np.ndarray, lengths: np.ndarray, capacity: int, doc_multiple: int
+    samples: np.ndarray, counts: np.ndarray, lengths: SampleSizes, capacity: int, doc_multiple: int
 ) -> PackingPlan:
     """The plan whose first pack holds the first counts[0] of `samples`, the second pack the next counts[1], ..."""
-    padded = int(aligned(lengths[samples], doc_multiple).sum())
+    chosen = lengths[samples]
+    total = int(padded(chosen, doc_multiple).sum())
     return PackingPlan(
         samples=samples,
         starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        fill=padded / (len(counts) * capacity),
-        alignment_waste=1 - int(lengths[samples].sum()) / padded,
+        fill=total / (len(counts) * capacity),
+        alignment_waste=1 - int(np.asarray(chosen).sum()) / total,
     )
 
 
@@ -147,12 +148,12 @@ def _best_fit(sizes: list[int], limit: int, free: int) -> list[int]:
 class EpochPlans:
     """The plans of the epochs of one run.
 
-    lengths   int64 [n], length of each sample in tokens, without padding
+    lengths   int64 [n], length of each sample in tokens, without padding; `Shapes` if samples have trees
     mixture   decides how often an epoch contains the samples of each source; None: every sample once
     replayed  plans from a file, which are used instead of newly made plans
     """
 
-    lengths: np.ndarray
+    lengths: SampleSizes
     data: DataConfig
     seed: int
     global_batch_size: int

@@ -25,7 +25,7 @@ from sft.data.cache.corpus import Corpus
 from sft.data.packing.plan import VERSION, PackingPlan, plan_of
 from sft.errors import ConfigError, DataError
 from sft.files.folder_files import LIST_BYTES, UnsafeFileError, open_file
-from sft.parallel.alignment import aligned
+from sft.parallel.shapes import SampleSizes, padded
 
 FORMAT = "sft plan 1"
 _MUST_MATCH = ("data", "data.seq_length", "data.doc_multiple", "train.global_batch_size")
@@ -81,10 +81,10 @@ def replayed_plans(config: Config, corpus: Corpus) -> list[PackingPlan] | None:
     """The plans of the file that data.plan names; None if the recipe names no file."""
     if config.data.plan is None:
         return None
-    return read_plans(Path(config.data.plan), follows_from(config, corpus), corpus.lengths)
+    return read_plans(Path(config.data.plan), follows_from(config, corpus), corpus.shapes)
 
 
-def read_plans(path: Path, header: Mapping[str, Any], lengths: np.ndarray) -> list[PackingPlan]:
+def read_plans(path: Path, header: Mapping[str, Any], lengths: SampleSizes) -> list[PackingPlan]:
     """The plans of a file, for a run with this `follows_from`.  lengths: int64 [n], of the samples in tokens
 
     Raises DataError if the file was written for other data or sizes, or is not a valid plan.
@@ -201,8 +201,8 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise DataError(f"{path} is not a plan: a line is not a JSON object ({error}).") from error
 
 
-def _check(line: str, pack: list[int], lengths: np.ndarray, capacity: int, multiple: int) -> None:
+def _check(line: str, pack: list[int], lengths: SampleSizes, capacity: int, multiple: int) -> None:
     if not pack or min(pack) < 0 or max(pack) >= len(lengths):
         raise DataError(f"{line}: expected packs of sample numbers from 0 to {len(lengths) - 1}, none empty.")
-    if (size := int(aligned(lengths[pack], multiple).sum())) > capacity:
+    if (size := int(padded(lengths[pack], multiple).sum())) > capacity:
         raise DataError(f"{line}: a pack of {size} padded tokens; data.seq_length is {capacity}.")

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from sft.data.rows.chat_keys import (
     CHAT_KEYS,
     LABELS,
@@ -29,14 +27,14 @@ from sft.data.rows.chat_keys import (
     with_loss_mask,
 )
 from sft.data.rows.checked_messages import MEDIA, CheckedMessage, check_calls, read_messages
-from sft.data.rows.document_keys import DOCUMENT_KEYS, find_documents
-from sft.data.rows.messages import Message, Tools, read_weight, shortened, type_name
+from sft.data.rows.document_keys import DOCUMENT_KEYS
+from sft.data.rows.messages import Message, Tools, shortened, type_name
+from sft.data.rows.token_rows import MASKS, Tokenized, read_tokens
 from sft.errors import DataError
 
-_LARGEST_ID = 2**31 - 1
-_MASKS = ("loss_mask", "assistant_masks")
 _TEXT = ("text",)
-_UNSUPERVISED = -100  # label of unsupervised tokens, by the convention of PyTorch
+_COMPLETIONS = ("prompt", "completions")
+_FALLBACKS = (_TEXT, _COMPLETIONS)  # formats of rows that have no other
 
 
 class Chat(NamedTuple):
@@ -46,6 +44,7 @@ class Chat(NamedTuple):
                `data.supervise` decides which roles can be supervised.
     variables  further variables for the chat template; they replace those of data.chat_template_kwargs
     documents  documents for the chat template
+    others     chats that answer the same prompt otherwise
 
     Arguments of tool calls are as in the row (`messages.with_arguments`).  The content of an answer with thinking parts
     is a list of {"type": "thinking", "thinking": text} and {"type": "text", "text": text}; other contents are strings.
@@ -56,25 +55,13 @@ class Chat(NamedTuple):
     weights: tuple[float, ...] | None = None
     variables: dict[str, Any] = {}
     documents: list[dict[str, Any]] | None = None
+    others: tuple["Chat", ...] = ()
 
 
 class PlainText(NamedTuple):
     """A document or a file of code, without turns."""
 
     text: str
-
-
-class Tokenized(NamedTuple):
-    """A row that was tokenised elsewhere: tokens int32 [n], and weights float32 [n], above 0 for supervised tokens.
-
-    starts       index of the first token of each document.  A packed row has several
-    num_padding  number of tokens that were padding, and are not among `tokens`
-    """
-
-    tokens: np.ndarray
-    weights: np.ndarray
-    starts: tuple[int, ...] = (0,)
-    num_padding: int = 0
 
 
 class UnwantedRow(DataError):
@@ -84,7 +71,8 @@ class UnwantedRow(DataError):
 def read_row(row: object) -> Chat | PlainText | Tokenized:
     """The chat, the text or the tokens of one row.
 
-    A row is a text only if it has no other format: many chats have a further key `text`.
+    A row is a text, or has several completions, only if it has no other format: many chats have further keys `text` and
+    `completions`.
 
     {"prompt": "Six?", "completion": "6"}
     -> Chat([{"role": "user", "content": "Six?"}, {"role": "assistant", "content": "6"}], None, (0.0, 1.0))
@@ -121,9 +109,10 @@ def _present(row: Row) -> Row:
 
 def _shape_of(row: Row, present: Row) -> tuple[str, ...]:
     """The keys that decide how a row is read.  `present` is the row without nulls."""
-    fitting = [keys for keys in _SHAPES if keys != _TEXT and all(key in present for key in keys)]
-    if not fitting and _TEXT[0] in present:
-        return _TEXT
+    shapes = [keys for keys in _SHAPES if all(key in present for key in keys)]
+    fitting = [keys for keys in shapes if keys not in _FALLBACKS]
+    if not fitting and shapes:
+        return next(keys for keys in _FALLBACKS if keys in shapes)
     if not fitting:
         keys = ", ".join(f"{key}" if key in present else f"{key} (null)" for key in row) or "none"
         raise DataError(f"unknown format: a row must have {_KNOWN}.  This row has the keys {shortened(keys, 200)}.")
@@ -151,6 +140,20 @@ def _read_completion(row: Row) -> Chat:
     if not any(turn.message["role"] == "assistant" and turn.where.startswith("completion") for turn in turns):
         raise DataError("the completion has no assistant message, so no token is supervised.")
     return _chat(row, turns, system_weight=0.0)
+
+
+def _read_completions(row: Row) -> Chat:
+    """Reads a prompt and several completions."""
+    completions = row["completions"]
+    if not isinstance(completions, list) or not completions:
+        raise DataError(f"completions must be a list of at least one completion; got {type_name(completions)}.")
+    chats = []
+    for number, completion in enumerate(completions, start=1):
+        try:
+            chats.append(_read_completion({**row, "completion": completion}))
+        except DataError as error:
+            raise DataError(f"completion {number} of {len(completions)}: {error}") from error
+    return chats[0]._replace(others=tuple(chats[1:]))
 
 
 def _read_instruction(row: Row) -> Chat:
@@ -231,80 +234,27 @@ def _read_text(row: Row) -> PlainText:
     return PlainText(text)
 
 
-# Tokens
-
-
-def _read_tokens(row: Row, key: str) -> Tokenized:
-    tokens = _numbers(row, key, (int,), "ids are integers")
-    if min(tokens) < 0 or max(tokens) > _LARGEST_ID:
-        at = next(i for i, token in enumerate(tokens) if not 0 <= token <= _LARGEST_ID)
-        raise DataError(
-            f"{key} has {shortened(str(tokens[at]))} at position {at + 1}; ids are integers from 0 to {_LARGEST_ID:,}."
-        )
-    masks = [name for name in (*_MASKS, "labels") if name in row]
-    if len(masks) != 1:
-        raise DataError(
-            f"{key} needs one of {', '.join(_MASKS)} or labels, to say which tokens are supervised; got "
-            f"{' and '.join(masks) or 'none'}."
-        )
-    weights = np.array(
-        _from_labels(row, key, tokens) if masks == ["labels"] else _from_mask(row, masks[0]), dtype=np.float32
-    )
-    if len(weights) != len(tokens):
-        raise DataError(f"{key} has {len(tokens):,} numbers, but {masks[0]} has {len(weights):,}.")
-    documents = find_documents(row, key, weights > 0)
-    weights, starts = weights[documents.positions], documents.starts
-    if not np.delete(weights, starts).any():
-        each = "" if len(starts) == 1 else " of a document"
-        raise DataError(f"{masks[0]} supervises no token after the first token{each}, so the row has no loss.")
-    num_padding = len(tokens) - len(weights)
-    if num_padding or len(starts) > 1:
-        weights[starts] = 0  # no token precedes and predicts the first token of a document
-    ids = np.array(tokens, dtype=np.int32)[documents.positions]
-    return Tokenized(ids, weights, tuple(starts.tolist()), num_padding)
-
-
-def _from_mask(row: Row, name: str) -> list[float]:
-    mask = _numbers(row, name, (int, float, bool), "it holds numbers")
-    weights = {value: read_weight(value, name) for value in set(mask)}
-    return [weights[value] for value in mask]
-
-
-def _from_labels(row: Row, key: str, tokens: list[int]) -> list[float]:
-    labels = _numbers(row, "labels", (int,), "labels are integers")
-    for number, (token, label) in enumerate(zip(tokens, labels), start=1):
-        if label not in (token, _UNSUPERVISED):
-            raise DataError(
-                f"label {number} is {shortened(str(label))}, but token {number} is {token}: a label must be the token "
-                f"at the same position (not shifted), or {_UNSUPERVISED}."
-            )
-    return [float(label != _UNSUPERVISED) for label in labels]
-
-
-def _numbers(row: Row, key: str, types: tuple[type, ...], expected: str) -> list[Any]:
-    values = row[key]
-    if not isinstance(values, list) or not values:
-        raise DataError(f"{key} must be a list of at least one number; got {type_name(values)}.")
-    if not set(map(type, values)) <= set(types):
-        at = next(i for i, value in enumerate(values) if type(value) not in types)
-        raise DataError(f"{key} has {type_name(values[at])} at position {at + 1}; {expected}.")
-    return values
-
-
 _SHAPES: dict[tuple[str, ...], Callable[[Row], Chat | PlainText | Tokenized]] = {
     ("messages",): partial(_read_messages, key="messages"),
     ("conversations",): partial(_read_messages, key="conversations"),
     ("prompt", "completion"): _read_completion,
+    _COMPLETIONS: _read_completions,
     ("instruction", "output"): _read_instruction,
-    ("tokens",): partial(_read_tokens, key="tokens"),
-    ("input_ids",): partial(_read_tokens, key="input_ids"),
+    ("tokens",): partial(read_tokens, key="tokens"),
+    ("input_ids",): partial(read_tokens, key="input_ids"),
     _TEXT: _read_text,
 }
-_KNOWN = ", or ".join(" and ".join(keys) for keys in _SHAPES)
-_CHATS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
+_KNOWN = ", or ".join(" and ".join(keys) for keys in _SHAPES if keys != _COMPLETIONS)  # for data.turns = each only
+_CHATS = (
+    ("messages",),
+    ("conversations",),
+    ("prompt", "completion"),
+    ("prompt", "completions"),
+    ("instruction", "output"),
+)
 # Further keys that are read, by format.  Chats also have CHAT_KEYS.
 _FURTHER_KEYS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("instruction", "output"): ("input", "history"),
-    ("tokens",): (*_MASKS, "labels", *DOCUMENT_KEYS),
-    ("input_ids",): (*_MASKS, "labels", *DOCUMENT_KEYS),
+    ("tokens",): (*MASKS, "labels", *DOCUMENT_KEYS),
+    ("input_ids",): (*MASKS, "labels", *DOCUMENT_KEYS),
 }

@@ -69,6 +69,20 @@ class Encoded:
             return bool(self.starts[token] < position)
         return self.edges[token] < self._bytes_before([position])[position]
 
+    def continued(self, num_kept: int, text: str, at: int, rest: "Encoded") -> "Encoded":
+        """The first `num_kept` tokens of this text, which are those of text[:at], and `rest`, the tokens of text[at:].
+
+        A tokenizer that adds spaces makes `rest` of another text, so `edges` are only known if both have them.
+        """
+        ids = np.concatenate([self.ids[:num_kept], rest.ids])
+        if self.edges is not None and rest.edges is not None:
+            before = self.edges[num_kept]
+            edges = [*self.edges[:num_kept], *(before + edge for edge in rest.edges)]
+            return Encoded(ids, lambda: offsets_of(text, edges), text, edges)
+        starts = np.concatenate([self.starts[:num_kept], rest.starts + at])
+        ends = np.concatenate([self.ends[:num_kept], rest.ends + at])
+        return Encoded(ids, lambda: (starts, ends))
+
     def _bytes_before(self, positions: Sequence[int]) -> dict[int, int]:
         """For each position of a character, the number of UTF-8 bytes before it.  "éb", 1 -> 2"""
         if self.text.isascii():
@@ -105,8 +119,7 @@ class Encoder:
 
     def _offsets(self, text: str, edges: list[int] | None) -> tuple[np.ndarray, np.ndarray]:
         if edges is not None:
-            starts, ends = np.array(edges[:-1], np.int64), np.array(edges[1:], np.int64)
-            return (starts, ends) if text.isascii() else _characters(text, starts, ends)
+            return offsets_of(text, edges)
         spans = encode(self.backend, text, as_text=self.as_text, offsets=True).offsets
         flat = np.fromiter(chain.from_iterable(spans), dtype=np.int32, count=2 * len(spans))
         return np.ascontiguousarray(flat[::2]), np.ascontiguousarray(flat[1::2])
@@ -169,6 +182,29 @@ class TextTokenizer:
         return np.isin(np.arange(self.vocab_size), list(self.control_names))
 
     @cached_property
+    def always_found(self) -> dict[int, str]:
+        """The control tokens, by their ids, before which any text can be cut without a change of its other tokens.
+
+        The tokenizer looks for these tokens in the text as it is, before anything else.  What it makes of the text on
+        one side does not depend on the other side: the token takes no spaces before it (lstrip), needs no letters or
+        spaces around it (single_word), and no longer token contains it.
+        """
+        added = self.files.backend.get_added_tokens_decoder()
+        names = "\0".join(token.content for token in added.values())
+        return {
+            i: token.content
+            for i, token in added.items()
+            if i in self.control_names
+            and not (token.normalized or token.lstrip or token.single_word)
+            and names.count(token.content) == 1
+        }
+
+    @cached_property
+    def is_always_found(self) -> np.ndarray:
+        """bool [vocab_size]: whether an id is in `always_found`."""
+        return np.isin(np.arange(self.vocab_size), list(self.always_found))
+
+    @cached_property
     def encode(self) -> Encoder:
         """Tokenises texts, without added special tokens or truncation."""
         return Encoder(self.files.backend)
@@ -209,6 +245,12 @@ class TextTokenizer:
         """Text of `ids`, control tokens included, spaces untouched."""
         with refusing(lambda why: f"the tokenizer fails to make text of {len(ids):,} tokens: {why}."):
             return str(self.files.backend.decode(np.asarray(ids).tolist(), skip_special_tokens=False))
+
+
+def offsets_of(text: str, edges: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """The first characters of tokens and the characters after them, from the bytes at which the tokens begin."""
+    starts, ends = np.array(edges[:-1], np.int64), np.array(edges[1:], np.int64)
+    return (starts, ends) if text.isascii() else _characters(text, starts, ends)
 
 
 def _characters(text: str, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

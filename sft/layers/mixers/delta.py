@@ -19,6 +19,8 @@ from sft.layers.weight import LayerWeight, has_input_norms
 if TYPE_CHECKING:
     import numpy as np
 
+    from sft.parallel.branches import Branches
+
 STATE_INTERVAL = 512  # torch_kernel.py saves a state after this many tokens: schedule.CHUNK * schedule.INTERVAL
 # The size of a block of short_convolution.py, which has BLOCKS fp32 copies of a block in memory at a time.  The gated
 # norm and the delta rule need no more.  On a CPU a block fits the cache: 8,192 tokens of 2,048 channels took half the
@@ -189,7 +191,12 @@ class DeltaBytes(MixerBytes):
 
 @dataclass(frozen=True, kw_only=True)
 class StateTraffic(Traffic):
-    """Bytes of the maps and states of long documents, of the tokens of short ones, and of the convolution's halos.
+    """Bytes of maps and states of long documents and of trees, of tokens of short documents, and of the convolution's
+    halos.
+
+    A long document has 2 cp fragments, and one more for each place inside of a chunk where branches begin.  A short one
+    of a tree has one, and one more for each such place inside of it.  (cp - 1) / cp of the maps travel.  If cp does not
+    divide the heads, and some ranks have more fragments than others, it is not exactly this share.
 
     passes  passes of a layer in a microbatch.  Those of attention send maps and states, all send tokens and halos
     """
@@ -198,13 +205,17 @@ class StateTraffic(Traffic):
     conv_kernel: int
     passes: Passes
 
-    def others(self, padded: "np.ndarray", cp_size: int) -> "np.ndarray":
+    def others(self, padded: "np.ndarray", cp_size: int, branches: "Branches | None" = None) -> "np.ndarray":
         heads = self.heads
         is_short = padded <= heads.max_short(cp_size)
         tokens = padded * (cp_size - 1) // cp_size * heads.token_bytes
-        halo = halo_tokens(padded, self.conv_kernel, cp_size) * heads.channels * heads.width
-        maps = 2 * (cp_size - 1) * heads.map_bytes
-        return self.passes.num * (is_short * tokens + halo) + self.passes.of_attention * ~is_short * maps
+        halo = halo_tokens(padded, self.conv_kernel, cp_size, branches) * heads.channels * heads.width
+        fragments = ~is_short * 2 * cp_size
+        if branches is not None:
+            of_short, of_long = (branches.cuts(padded, chunks) for chunks in (1, 2 * cp_size))
+            fragments = fragments + is_short * branches.in_tree * (1 + of_short) + ~is_short * of_long
+        maps = fragments * (cp_size - 1) * heads.map_bytes // cp_size
+        return self.passes.num * (is_short * tokens + halo) + self.passes.of_attention * maps
 
 
 @dataclass(frozen=True)

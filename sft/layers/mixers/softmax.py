@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from sft.config import Config, ModelConfig
 from sft.config.full_attention import FullAttentionConfig
 from sft.layers.mixer import Mixer
+from sft.layers.mixers.head_chunks import ChunkedBytes
 from sft.layers.mixers.softmax_bytes import (
     PortableBytes,
     SoftmaxBytes,
@@ -64,7 +65,9 @@ class SoftmaxAttention(Mixer):
             return TransformerEngineBytes(model=self.model, rank=rank, cp_comm=config.parallel.cp_comm)
         kernels = {*(config.attention.kernels or ())}
         is_plain = kernels == {"torch"} or (has_flash(self.model) and bool(kernels) and kernels <= {"torch", "ffpa"})
-        return PortableBytes(model=self.model, rank=rank, is_plain=is_plain, is_deterministic=config.run.deterministic)
+        whole = PortableBytes(model=self.model, rank=rank, is_plain=is_plain, is_deterministic=config.run.deterministic)
+        chunks = config.train.head_chunks
+        return whole if chunks is None else ChunkedBytes.of(whole, chunks)
 
     @staticmethod
     def divided_by_tp(model: ModelConfig) -> dict[str, int]:
@@ -95,10 +98,13 @@ class SoftmaxAttention(Mixer):
         copied, rotated = 2 * (queries + 2 * keys), 2 * (queries + keys)
         normed = (queries + keys) * model.qk_norm + keys * model.value_norm
         own = self.passes_around_kernel(rank) if is_portable else Moved()
+        in_chunks = config.train.head_chunks is not None  # backward then copies and norms heads again
+        recomputed = in_chunks * (copied + 2 * normed)
+        backward = recomputed + copied + 3 * normed + (2 if is_portable else 1) * rotated + 7 * gate
         return Moved(
             rank.width * (copied + 2 * normed + rotated + 5 * gate) + 2 * bias + own.forward,
-            rank.width * (copied + 3 * normed + (2 if is_portable else 1) * rotated + 7 * gate) + bias + own.backward,
-            rank.width * 2 * normed * is_portable,  # Transformer Engine saves the norms' outputs
+            rank.width * backward + bias + own.backward,
+            rank.width * 2 * normed * (is_portable and not in_chunks),  # Transformer Engine saves the norms' outputs
         )
 
     def passes_around_kernel(self, rank: RankShare) -> Moved:
@@ -146,6 +152,10 @@ class FullAttention(SoftmaxAttention):
         values = ", which are also values" if own.full_attention.keys_as_values else ""
         return f"{cls.kind} of {own.resolved_query_groups} keys of {own.resolved_head_dim}{values}"
 
-    def first_share(self, tp: int) -> float:
-        """The first head group's share of the gathered bytes.  The other groups travel while attention computes."""
-        return 1 / num_head_groups(self.model.resolved_query_groups // tp)
+    def first_share(self, config: Config) -> float:
+        """The first head group's share of the gathered bytes.  The other groups travel while attention computes.
+
+        Each chunk of heads waits for its first group.
+        """
+        groups = self.model.resolved_query_groups // config.parallel.tp // (config.train.head_chunks or 1)
+        return 1 / num_head_groups(groups)

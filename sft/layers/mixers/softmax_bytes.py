@@ -146,11 +146,13 @@ class PortableBytes(SoftmaxBytes):
     kernel    the attention kernel; None: the kernel that takes most memory among those that may run
     is_plain  whether the recipe wants plain torch
     is_deterministic  run.deterministic
+    is_view   whether outputs and their gradients are views of those of more heads
     """
 
     kernel: _Kernel | None = None
     is_plain: bool = False
     is_deterministic: bool = False
+    is_view: bool = False
 
     def rotary(self, pack: float) -> float:
         """Bytes of cosine and sine of this rank's tokens, for one or two bases."""
@@ -199,13 +201,13 @@ class PortableBytes(SoftmaxBytes):
     def _in_kernel(self, tokens: float, num_keys: float, groups: int) -> float:
         """Bytes of queries, of all gradients that the kernel computes, and of its working memory.
 
-        With several groups, a flash kernel has copies of the group's output and of its gradient.  The plain kernel
+        If they are views, a flash kernel has copies of the group's output and of its gradient.  The plain kernel
         holds three tiles of scores for the heads of a group: the weights, their gradient, and the weights of the
         previous tile; in bf16 on CUDA also one tile in bf16, as a factor of a product.  A call for a class of lengths
         has copies of its queries, outputs and their gradients, and its results beside those of all classes.
         """
         kernel, width = self._kernel, self.rank.width
-        copied = (2 * kernel.is_flash + kernel.copies_views) * (groups > 1)
+        copied = 2 * kernel.is_flash * (groups > 1 or self.is_view) + kernel.copies_views * (groups > 1)
         group = (1 + copied + 4 * self._has_classes) * width
         heads = self.model.num_attention_heads / self.rank.tp / groups
         sums = kernel.sums_queries and query_sums(

@@ -84,10 +84,18 @@ def _first_pass(
         return lambda: lent[number].as_strided(*view)
 
     with torch.enable_grad(), saved_tensors_hooks(pack, lambda restore: restore()):
-        sources = _Source.apply(_ANCHOR, *inputs)
+        sources, edges = sources_of(*inputs)
         out = function(*sources, *weights)
-    edges = [get_gradient_edge(source) for source in sources]
     return _Call(edges, get_gradient_edge(out), save(out.detach()), [_layout(x) for x in inputs], lent), out.detach()
+
+
+def sources_of(*inputs: Tensor) -> tuple[tuple[Tensor, ...], list[GradientEdge]]:
+    """The inputs of a new graph, and the edges at which their gradients come out.  The graph keeps no input's memory.
+
+    Call this function with autograd enabled.
+    """
+    sources: tuple[Tensor, ...] = _Source.apply(_ANCHOR, *inputs)
+    return sources, [get_gradient_edge(source) for source in sources]
 
 
 class _Source(torch.autograd.Function):

@@ -8,15 +8,22 @@ from torch import Tensor
 
 
 def recomputed(
-    function: Callable[[Tensor], Tensor], hidden: Tensor, weights: Iterable[Tensor], *, tile: int | None = None
+    function: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    weights: Iterable[Tensor],
+    *,
+    tile: int | None = None,
+    is_last: bool = False,
 ) -> Tensor:
     """Return `function(hidden)`.  Only `hidden` [t, ...] is saved; backward computes the function again.
 
     weights: all other tensors that `function` uses.  With a tile, each one that requires a gradient must be a parameter
         with a `main_grad`
     tile: number of rows of `hidden` to which the function is applied at a time, forward and backward; None: all rows
+    is_last: whether the function is the last of a layer that core computes again.  Then nobody reads the result or its
+        gradient: the result has no values, and the gradient of `hidden` takes the memory of the result's gradient
     """
-    out: Tensor = _TiledRecompute.apply(function, tile, hidden, *(w for w in weights if w.requires_grad))
+    out: Tensor = _TiledRecompute.apply(function, tile, is_last, hidden, *(w for w in weights if w.requires_grad))
     return out
 
 
@@ -31,10 +38,17 @@ class _TiledRecompute(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, function: Callable[[Tensor], Tensor], tile: int | None, hidden: Tensor, *weights: Tensor
+        ctx: Any,
+        function: Callable[[Tensor], Tensor],
+        tile: int | None,
+        is_last: bool,
+        hidden: Tensor,
+        *weights: Tensor,
     ) -> Tensor:
-        ctx.function, ctx.tile, ctx.weights = function, tile or len(hidden), weights
+        ctx.function, ctx.tile, ctx.is_last, ctx.weights = function, tile or len(hidden), is_last, weights
         ctx.save_for_backward(hidden)
+        if is_last:
+            return hidden.new_empty(()).expand_as(hidden)
         if ctx.tile >= len(hidden):
             return function(hidden)
         out = torch.empty_like(hidden)
@@ -45,7 +59,7 @@ class _TiledRecompute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (hidden,) = ctx.saved_tensors
-        dhidden = torch.empty_like(hidden)
+        dhidden = grads[0] if ctx.is_last and grads[0].is_contiguous() else torch.empty_like(hidden)
         tiles = list(zip(hidden.split(ctx.tile), grads[0].split(ctx.tile), dhidden.split(ctx.tile)))
         sums = [_fp32_sum(weight) for weight in ctx.weights] if len(tiles) > 1 else []
         for rows, grad, drows in tiles[:-1]:
@@ -55,7 +69,7 @@ class _TiledRecompute(torch.autograd.Function):
         for number, (weight, total) in enumerate(zip(ctx.weights, sums)):
             if total is not weight.main_grad:
                 dweights[number] = total.add_(dweights[number]).to(weight.dtype)
-        return None, None, dhidden, *dweights
+        return None, None, None, dhidden, *dweights
 
 
 def _fp32_sum(weight: Any) -> Tensor:

@@ -17,19 +17,19 @@ _TILE = 64  # rows of a tile of queries, which the query heads of one key head s
 
 
 def _forward(
-    query: Tensor, keys: Tensor, values: Tensor, *sequences: Tensor | int, scale: float
+    query: Tensor, keys: Tensor, values: Tensor, *sequences: Tensor | int, scale: float, causal: bool = True
 ) -> tuple[Tensor, Tensor]:
     operator = PACKAGE.function("_forward_impl_for_device")(query.device, _WIDTH, _WIDTH)
-    out, lse = operator(query, keys, values, return_lse=True, **shared_arguments(sequences, scale))
+    out, lse = operator(query, keys, values, return_lse=True, **shared_arguments(sequences, scale, causal))
     return out, lse
 
 
 def _backward(
-    grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, *saved: Any, scale: float
+    grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, *saved: Any, scale: float, causal: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     out, lse, *sequences = saved
     operator = PACKAGE.function("_backward_impl_for_device")(query.device, _WIDTH, _WIDTH)
-    dquery, dkeys, dvalues = operator(query, keys, values, out, grad, lse, **shared_arguments(sequences, scale))
+    dquery, dkeys, dvalues = operator(query, keys, values, out, grad, lse, **shared_arguments(sequences, scale, causal))
     return dquery, dkeys, dvalues
 
 

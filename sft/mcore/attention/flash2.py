@@ -21,25 +21,38 @@ _WINDOW = ("window_size_left", "window_size_right")  # number of keys before and
 
 
 def _forward(
-    query: Tensor, keys: Tensor, values: Tensor, *boundaries: Tensor | int, scale: float, num_before: int = -1
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *boundaries: Tensor | int,
+    scale: float,
+    num_before: int = -1,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    window = dict(zip(_WINDOW, (num_before, 0)))
+    window = dict(zip(_WINDOW, (num_before, 0 if causal else -1)))
     options = {name: value for name, value in _IF_SUPPORTED.items() if name in _arguments()}
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        query, keys, values, *boundaries, 0.0, True, return_debug_mask=False, scale=scale, **window, **options
+        query, keys, values, *boundaries, 0.0, causal, return_debug_mask=False, scale=scale, **window, **options
     )
     return out, lse
 
 
 def _backward(
-    grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, *saved: Any, scale: float, num_before: int = -1
+    grad: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *saved: Any,
+    scale: float,
+    num_before: int = -1,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """saved: out, log-sum-exp, and the boundaries of `_forward`"""
-    window = dict(zip(_WINDOW, (num_before, 0)))
+    window = dict(zip(_WINDOW, (num_before, 0 if causal else -1)))
     rng_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # unused: there is no dropout
     unused = torch.empty(0, device=query.device)
     dquery, dkeys, dvalues = torch.ops.aten._flash_attention_backward(
-        grad, query, keys, values, *saved, 0.0, True, rng_state, unused, scale=scale, **window
+        grad, query, keys, values, *saved, 0.0, causal, rng_state, unused, scale=scale, **window
     )
     return dquery, dkeys, dvalues
 

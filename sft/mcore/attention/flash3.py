@@ -35,29 +35,47 @@ _WIDTHS = (64, 96, 128, 192, MAX_FLASH_HEAD)  # a head takes the kernel of the n
 
 
 def _forward(
-    query: Tensor, keys: Tensor, values: Tensor, *sequences: Tensor | int, scale: float, num_before: int = -1
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *sequences: Tensor | int,
+    scale: float,
+    num_before: int = -1,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
     # With more than one split of the keys, the result of a document would depend on the longest one of the pack.
-    named = {**_named(sequences, scale, num_before), "num_splits": 1}
+    named = {**_named(sequences, scale, num_before, causal), "num_splits": 1}
     out, lse, *_ = PACKAGE.function(_FORWARD)(q=query, k=keys, v=values, **named)
     return out, lse
 
 
 def _backward(
-    grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, *saved: Any, scale: float, num_before: int = -1
+    grad: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *saved: Any,
+    scale: float,
+    num_before: int = -1,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     out, lse, *sequences = saved
     gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, keys, values)]
     inputs = dict(zip(("q", "k", "v", "dq", "dk", "dv"), (query, keys, values, *gradients)))
-    named = {**inputs, **_named(sequences, scale, num_before), "out": out, "softmax_lse": lse}
+    named = {**inputs, **_named(sequences, scale, num_before, causal), "out": out, "softmax_lse": lse}
     PACKAGE.function(_BACKWARD)(dout=grad, deterministic=torch.are_deterministic_algorithms_enabled(), **named)
     dquery, dkeys, dvalues = gradients
     return dquery, dkeys, dvalues
 
 
-def _named(sequences: Any, scale: float, num_before: int) -> Mapping[str, Any]:
+def _named(sequences: Any, scale: float, num_before: int, causal: bool) -> Mapping[str, Any]:
     shared = dict(zip(SEQUENCES, sequences, strict=True))
-    return {**shared, "softmax_scale": scale, "is_causal": True, **dict(zip(_WINDOW, (num_before, 0)))}
+    return {
+        **shared,
+        "softmax_scale": scale,
+        "is_causal": causal,
+        **dict(zip(_WINDOW, (num_before, 0 if causal else -1))),
+    }
 
 
 def _refused(demand: Demand) -> str | None:

@@ -34,21 +34,34 @@ _ALIGNMENT = 8  # bf16 elements that one memory access reads
 
 
 def _forward(
-    query: Tensor, keys: Tensor, values: Tensor, *sequences: Tensor | int, scale: float, **options: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *sequences: Tensor | int,
+    scale: float,
+    causal: bool = True,
+    **options: float,
 ) -> tuple[Tensor, Tensor]:
     operator = PACKAGE.function("_flash_attn_fwd")
     out, lse, *_ = operator(
-        query, keys, values, return_lse=True, **shared_arguments(sequences, scale), **_limits(**options)
+        query, keys, values, return_lse=True, **shared_arguments(sequences, scale, causal), **_limits(**options)
     )
     return out, lse
 
 
 def _backward(
-    grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, *saved: Any, scale: float, **options: float
+    grad: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *saved: Any,
+    scale: float,
+    causal: bool = True,
+    **options: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     out, lse, *sequences = saved
     operator, deterministic = PACKAGE.function("_flash_attn_bwd"), torch.are_deterministic_algorithms_enabled()
-    named = {**shared_arguments(sequences, scale), **_limits(**options), "deterministic": deterministic}
+    named = {**shared_arguments(sequences, scale, causal), **_limits(**options), "deterministic": deterministic}
     dquery, dkeys, dvalues, *_ = operator(query, keys, values, out, grad, lse, **named)
     return dquery, dkeys, dvalues
 

@@ -6,6 +6,14 @@ the window of the chunk's first query.  The causal mask is aligned to the bottom
 last key.  With context parallelism both chunks of a rank need a document's early keys, so the two sequences together
 have 1 + 1 / (2 cp) times as many keys as the document.  No tensor has size tokens x tokens.
 
+A branch (sft/parallel/branches.py) also attends to tokens of its parents, in further calls without a mask
+(sft/parallel/rectangles.py).  Two results for the same queries are merged exactly, by their log-sum-exps:
+
+    lse = logaddexp(lse1, lse2)    out = out1 * exp(lse1 - lse) + out2 * exp(lse2 - lse)
+
+Backward gives `out` and `lse` of all keys to each call, and adds the gradients.  With a window, the last keys of the
+parents are copied before each chunk instead (sft/parallel/halo.py).
+
 The kernels of libraries (`Operators`) are in flash2.py (torch's own), flash3.py (flash-attn-3), flash4.py
 (flash-attn-4) and ffpa.py (ffpa-attn).  torch's kernel needs values that are as wide as keys.  Narrower values are
 padded with zeros, which costs FLOPs: with keys of width 192 and values of width 128, 1.2 times the FLOPs.
@@ -16,17 +24,19 @@ CPU, tests pass the kernels' inputs to a plain replacement.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sft.layers import kernel_rates
+from sft.mcore.attention.flash_call import Call, parent_calls
 from sft.mcore.attention.key_source import AllGatheredKeys, HaloKeys, KeySource, LocalKeys
 from sft.mcore.attention.package import Package
 from sft.mcore.device import send
 from sft.parallel import context_parallel
+from sft.parallel.branches import Branches
 from sft.parallel.halo import Halo
 from sft.parallel.length_classes import length_classes
 
@@ -76,7 +86,8 @@ class Operators:
 
     forward   (query, keys, values, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale=) -> out, log-sum-exp
               in fp32 [heads, t].  Layers with a window also pass num_before=, the number of keys before a query's own
-              key to which the query attends.  Layers with a soft cap also pass softcap=
+              key to which the query attends.  Layers with a soft cap also pass softcap=.  Calls in which every query
+              attends to all keys of its sequence also pass causal=False
     backward  (grad, query, keys, values, out, log-sum-exp, then the other arguments of forward) -> gradients of query,
               keys and values
     refused   the reason why no release of the kernel computes layers with this demand in bf16 on this GPU; else None
@@ -111,46 +122,13 @@ def refused_heads(widest: int, width: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
-    """The sequences of one call of the operators.
-
-    queries, keys  the rows of the sequences among all queries and among all keys: a slice, or int64 indices
-    cu_seqlens_q   int32 [sequences + 1], boundaries of the sequences' queries among the rows of the call
-    cu_seqlens_k   int32 [sequences + 1], boundaries of the sequences' keys
-    """
-
-    queries: slice | Tensor
-    keys: slice | Tensor
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-
-    @staticmethod
-    def of(
-        num_queries: np.ndarray, num_keys: np.ndarray, sequences: np.ndarray, key_order: np.ndarray, device: Any
-    ) -> "Call":
-        """sequences: indices; key_order: all sequences in the order of their keys"""
-        return Call(
-            queries=_rows(num_queries, np.arange(len(num_queries)), sequences, device),
-            keys=_rows(num_keys, key_order, sequences, device),
-            cu_seqlens_q=_boundaries(num_queries[sequences], device),
-            cu_seqlens_k=_boundaries(num_keys[sequences], device),
-            max_seqlen_q=int(num_queries[sequences].max()),
-            max_seqlen_k=int(num_keys[sequences].max()),
-        )
-
-    @property
-    def boundaries(self) -> tuple[Tensor, Tensor, int, int]:
-        return self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k
-
-
-@dataclass(frozen=True, kw_only=True)
 class FlashKernel:
     """The kernel and the sequences of one microbatch, for all layers with this window and soft cap.
 
-    key_source    gets keys and values in the kernel's order: one sequence after the other
+    key_source    gets keys and values in the kernel's order: one sequence after the other.  With cp > 1, the keys of
+                  parents follow, each once
     calls         the calls of the operators that compute all sequences
+    parent_calls  the calls in which branches attend to keys of their parents
     window        a token attends to itself and to the window - 1 tokens before it; None: to all tokens before it
     softcap       limit of the scores; None: no limit
     """
@@ -158,6 +136,7 @@ class FlashKernel:
     key_source: KeySource
     calls: Sequence[Call]
     operators: Operators
+    parent_calls: Sequence[Call] = ()
     window: int | None = None
     softcap: float | None = None
 
@@ -171,6 +150,7 @@ class FlashKernel:
         operators: Operators,
         window: int | None = None,
         softcap: float | None = None,
+        branches: Branches | None = None,
     ) -> "FlashKernel":
         """cu_seqlens: int32 [documents + 1], padded boundaries of the documents of the whole pack.
 
@@ -180,13 +160,14 @@ class FlashKernel:
         num_queries = np.array([chunk.length for chunk in chunks])
         num_keys = np.array([chunk.position + chunk.length for chunk in chunks])
         halo = None
-        if cp_size > 1 and window is not None:
-            halo = Halo.of(cu_seqlens, window, cp_size, cp_rank)
+        if window is not None and (cp_size > 1 or branches is not None):
+            halo = Halo.of(cu_seqlens, window, cp_size, cp_rank, branches)
             num_keys = num_queries + halo.num_before
         classes = [order := np.arange(len(chunks))]
         if operators.starts_all_blocks:
             classes = length_classes(num_queries, num_keys)
         key_source: KeySource = LocalKeys()
+        key_starts = cu_seqlens[:-1].astype(np.int64)
         if halo is not None:
             key_source = HaloKeys.of(halo, device)
         elif cp_size > 1:
@@ -194,11 +175,20 @@ class FlashKernel:
             gathered = context_parallel.gathered_positions(cu_seqlens, cp_size)
             starts = np.array([chunk.document_start for chunk in chunks])
             in_pack = context_parallel.runs(starts[order], num_keys[order])
+            if branches is not None:
+                last = _last_forks(branches)
+                in_pack = np.concatenate([in_pack, context_parallel.runs(key_starts, last)])
+                key_starts = len(in_pack) - last.sum() + np.cumsum(last) - last
             key_source = AllGatheredKeys(send(torch.from_numpy(gathered[in_pack]), device))
+        to_parents = list[Call]()
+        if branches is not None and halo is None:
+            query_starts, split = cu_seqlens.astype(np.int64) // cp_size, operators.starts_all_blocks
+            to_parents = parent_calls(branches, query_starts, key_starts, split, device)
         return FlashKernel(
             key_source=key_source,
             calls=[Call.of(num_queries, num_keys, sequences, order, device) for sequences in classes],
             operators=operators,
+            parent_calls=to_parents,
             window=window,
             softcap=softcap,
         )
@@ -213,7 +203,25 @@ class FlashKernel:
             )
             out, lse = _written(out, results[0], q, len(query)), _written(lse, results[1], q, len(query), axis=1)
         assert out is not None and lse is not None
+        if self.parent_calls:
+            out, lse = self._with_parents((query, keys, padded), out, lse, scale)
         return out[..., : values.shape[-1]], lse
+
+    def _with_parents(
+        self, inputs: tuple[Tensor, ...], out: Tensor, lse: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Add the keys of parents to the softmax of branches.  inputs: query, keys and values; changes `lse`"""
+        (query, keys, values), total = inputs, out.to(lse.dtype)
+        for call in self.parent_calls:
+            q, k = call.queries, call.keys
+            part, sums = self.operators.forward(
+                query[q], keys[k], values[k], *call.boundaries, scale=scale, causal=False, **self._options
+            )
+            before = lse[:, q]
+            lse[:, q] = after = torch.logaddexp(before, sums)
+            shares = (torch.exp(x - after).t()[:, :, None] for x in (before, sums))  # [n, heads, 1]
+            total[q] = total[q] * next(shares) + part.to(total.dtype) * next(shares)
+        return total.to(out.dtype), lse
 
     def backward(
         self, grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, scale: float
@@ -221,15 +229,21 @@ class FlashKernel:
         width = values.shape[-1]
         grad, values, out = (self._padded(x, keys) for x in (grad, values, out))
         gradients: list[Tensor | None] = [None, None, None]  # of queries, keys and values
-        for call in self.calls:
+        if self.parent_calls:  # a row is in several calls
+            gradients = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, keys, values)]
+        for call in (*self.calls, *self.parent_calls):
             q, k = call.queries, call.keys
             inputs = grad[q], query[q], keys[k], values[k], out[q], lse[:, q].contiguous()
-            results = self.operators.backward(*inputs, *call.boundaries, scale=scale, **self._options)
+            options = self._options if call.is_causal else {"causal": False, **self._options}
+            results = self.operators.backward(*inputs, *call.boundaries, scale=scale, **options)
             for number, (part, rows, like) in enumerate(zip(results, (q, k, k), (query, keys, keys))):
-                gradients[number] = _written(gradients[number], part, rows, len(like))
+                if (total := gradients[number]) is not None and self.parent_calls:
+                    total[rows] += part
+                else:
+                    gradients[number] = _written(total, part, rows, len(like))
         dquery, dkeys, dvalues = gradients
         assert dquery is not None and dkeys is not None and dvalues is not None
-        return dquery, dkeys, dvalues[..., :width]
+        return dquery.to(query.dtype), dkeys, dvalues[..., :width]
 
     @property
     def _options(self) -> dict[str, float]:
@@ -240,19 +254,6 @@ class FlashKernel:
         """x [n, heads, d], padded with zeros to the width of keys if the operators need that."""
         missing = keys.shape[-1] - x.shape[-1] if self.operators.pads_values else 0
         return torch.nn.functional.pad(x, (0, missing)) if missing else x
-
-
-def _rows(lengths: np.ndarray, order: np.ndarray, sequences: np.ndarray, device: torch.device) -> slice | Tensor:
-    """The rows of `sequences`: a slice if they are consecutive, else indices.  order: all sequences in row order
-
-    lengths 2, 8, 3, order 0 1 2, sequences 1 2 -> slice(2, 13); sequences 0 2 -> 0 1 10 11 12
-    """
-    starts = np.empty(len(lengths), dtype=np.int64)
-    starts[order] = np.cumsum(lengths[order]) - lengths[order]
-    own = starts[sequences], lengths[sequences]
-    if (own[0][1:] == (own[0] + own[1])[:-1]).all():
-        return slice(int(own[0][0]), int(own[0][-1] + own[1][-1]))
-    return send(torch.from_numpy(context_parallel.runs(*own)), device)
 
 
 def _written(whole: Tensor | None, part: Tensor, rows: slice | Tensor, count: int, axis: int = 0) -> Tensor:
@@ -268,6 +269,9 @@ def _written(whole: Tensor | None, part: Tensor, rows: slice | Tensor, count: in
     return whole
 
 
-def _boundaries(lengths: np.ndarray, device: torch.device) -> Tensor:
-    """Lengths 2, 8 -> int32 [0, 2, 10]."""
-    return send(torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)), device)
+def _last_forks(branches: Branches) -> np.ndarray:
+    """The number of tokens of each document to which branches attend: int64 [documents]."""
+    last = np.zeros(len(branches), dtype=np.int64)
+    is_branch = branches.parents >= 0
+    np.maximum.at(last, branches.parents[is_branch], branches.forks[is_branch])
+    return last

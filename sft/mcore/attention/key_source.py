@@ -124,6 +124,8 @@ class HaloKeys:
 
     def start(self, key: Tensor, value: Tensor, cp_group: Any) -> Transfer:
         """Start an all-to-all that gives each rank the keys and values before its chunks."""
+        if len(self.num_sent) == 1:  # cp 1: the keys before a branch are copied
+            return Transfer(None, lambda: (key.index_select(0, self.key_order), value.index_select(0, self.key_order)))
         local, widths = torch.cat((key, value), dim=-1), [key.shape[-1], value.shape[-1]]
         received, sent = local.new_empty((sum(self.num_received), *local.shape[1:])), local.index_select(0, self.send)
         work = dist.all_to_all_single(received, sent, self.num_received, self.num_sent, group=cp_group, async_op=True)
@@ -140,6 +142,8 @@ class HaloKeys:
         """Start an all-to-all that returns the gradients of received keys and values to the ranks of these tokens."""
         widths = [dkeys.shape[-1], dvalues.shape[-1]]
         total = _summed(dkeys, dvalues, self.key_order, num_tokens + sum(self.num_received))
+        if len(self.num_sent) == 1:
+            return Transfer(None, lambda: total.split(widths, dim=-1))
         local, dreceived = total[:num_tokens], total[num_tokens:]
         returned = total.new_empty((len(self.send), *total.shape[1:]))
         work = dist.all_to_all_single(

@@ -41,12 +41,12 @@ class Package:
         return attrgetter(name)(_imported(self.module))
 
 
-def shared_arguments(sequences: Sequence[Tensor | int], scale: float) -> Mapping[str, Any]:
+def shared_arguments(sequences: Sequence[Tensor | int], scale: float, causal: bool) -> Mapping[str, Any]:
     """Arguments by name that the forward and backward functions of a package have in common.
 
     sequences: the values of SEQUENCES, in this order
     """
-    return dict(zip(SEQUENCES, sequences, strict=True)) | {"softmax_scale": scale, "causal": True}
+    return dict(zip(SEQUENCES, sequences, strict=True)) | {"softmax_scale": scale, "causal": causal}
 
 
 def _release(name: str) -> str | None:

@@ -18,8 +18,7 @@ with p = exp(sink - lse').  The kernel's backward gets out' and lse' instead of 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -64,12 +63,11 @@ def packed_attention(
     rotation: applied to queries and keys first; None: no rotation
     sinks: [heads], scores of the sinks; None: no sinks
     """
-    out: Tensor = _PackedAttention.apply(query, key, value, sinks, _Setting(kernel, scale, cp_group, rotation))
+    out: Tensor = _PackedAttention.apply(query, key, value, sinks, AttentionSetting(kernel, scale, cp_group, rotation))
     return out
 
 
-@dataclass(frozen=True)
-class _Setting:
+class AttentionSetting(NamedTuple):
     """The arguments of attention that have no gradient."""
 
     kernel: AttentionKernel
@@ -88,44 +86,63 @@ class _PackedAttention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         sinks: Tensor | None,
-        setting: _Setting,
+        setting: AttentionSetting,
     ) -> Tensor:
-        kernel, rotation = setting.kernel, setting.rotation
         # Copies, because a view would keep the whole output of the projection in memory.
         query, key, value = (x.contiguous() for x in (query, key, value))
-        num_groups = kernel.key_source.num_groups(key.shape[1])
         out = query.new_empty((*query.shape[:2], value.shape[-1]))
-        sums = []
-        gathered = _gathered(_rotated_keys(key, rotation), value, kernel, setting.cp_group, num_groups)
-        by_group = (x.chunk(num_groups, dim=1) for x in (_rotated_queries(query, rotation), out))
-        for group_query, group_out, group_sinks, (keys, values) in zip(*by_group, _chunks(sinks, num_groups), gathered):
-            result, lse = kernel.forward(group_query, keys, values, setting.scale)
-            if group_sinks is not None:
-                result, lse = _with_sinks(result, lse, group_sinks)
-            group_out.copy_(result)
-            sums.append(lse)
-        ctx.save_for_backward(query, key, value, sinks, out, *sums)
+        ctx.save_for_backward(query, key, value, sinks, out, *attend(query, key, value, sinks, setting, out))
         ctx.setting = setting
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, sinks, out, *sums = saved = ctx.saved_tensors
-        rotation, num_groups = ctx.setting.rotation, len(sums)
-        dquery = torch.empty_like(query)
-        returns, dsinks = _backward_by_group(saved, grads[0], dquery, ctx.setting)
-        if rotation is not None:
-            dquery = rotation.query_gradient(dquery)
-        dkey, dvalue = torch.empty_like(key), torch.empty_like(value)
-        for transfer, group_dkey, group_dvalue in zip(returns, dkey.chunk(num_groups, 1), dvalue.chunk(num_groups, 1)):
-            dkeys, dvalues = transfer.result()
-            group_dkey.copy_(dkeys if rotation is None else rotation.undo(dkeys))
-            group_dvalue.copy_(dvalues)
-        return dquery, dkey, dvalue, torch.cat(dsinks) if dsinks else None, None
+        return *attend_backward(ctx.saved_tensors, grads[0], ctx.setting), None
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, setting: AttentionSetting, out: Tensor
+) -> list[Tensor]:
+    """Write attention's output to `out` [t, heads, d], and return the log-sum-exp of each head group.
+
+    The arguments are those of `packed_attention`, without autograd.
+    """
+    kernel, rotation, sums = setting.kernel, setting.rotation, list[Tensor]()
+    num_groups = kernel.key_source.num_groups(key.shape[1])
+    gathered = _gathered(_rotated_keys(key, rotation), value, kernel, setting.cp_group, num_groups)
+    by_group = (x.chunk(num_groups, dim=1) for x in (_rotated_queries(query, rotation), out))
+    for group_query, group_out, group_sinks, (keys, values) in zip(*by_group, _chunks(sinks, num_groups), gathered):
+        result, lse = kernel.forward(group_query, keys, values, setting.scale)
+        if group_sinks is not None:
+            result, lse = _with_sinks(result, lse, group_sinks)
+        group_out.copy_(result)
+        sums.append(lse)
+    return sums
+
+
+def attend_backward(
+    saved: Sequence[Any], grad: Tensor, setting: AttentionSetting
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of query, key, value and sinks; None: there are no sinks.
+
+    saved: query, key, value, sinks, out, and the results of `attend`; grad: the gradient of out
+    """
+    query, key, value, sinks, out, *sums = saved
+    rotation, num_groups = setting.rotation, len(sums)
+    dquery = torch.empty_like(query)
+    returns, dsinks = _backward_by_group(saved, grad, dquery, setting)
+    if rotation is not None:
+        dquery = rotation.query_gradient(dquery)
+    dkey, dvalue = torch.empty_like(key), torch.empty_like(value)
+    for transfer, group_dkey, group_dvalue in zip(returns, dkey.chunk(num_groups, 1), dvalue.chunk(num_groups, 1)):
+        dkeys, dvalues = transfer.result()
+        group_dkey.copy_(dkeys if rotation is None else rotation.undo(dkeys))
+        group_dvalue.copy_(dvalues)
+    return dquery, dkey, dvalue, torch.cat(dsinks) if dsinks else None
 
 
 def _backward_by_group(
-    saved: Sequence[Tensor], grad: Tensor, dquery: Tensor, setting: _Setting
+    saved: Sequence[Tensor], grad: Tensor, dquery: Tensor, setting: AttentionSetting
 ) -> tuple[list[Transfer], list[Tensor]]:
     """Compute the gradients of one head group after the other, and write the gradients of queries to `dquery`.
 

@@ -2,8 +2,9 @@
 
 The kernel computes each chunk of queries tile by tile with an online softmax (Dao 2023, FlashAttention-2).  In forward
 and in backward, no score matrix is larger than one tile.  Tiles never span documents, so the result of a document is
-bitwise independent of other documents.  With a sliding window, a tile of n queries computes the scores of at most
-window - 1 + n keys.
+bitwise independent of other documents.  A chunk of a branch (sft/parallel/branches.py) has the tiles of the tokens
+before the branch, then those of its own document, so its result is bitwise independent of other branches.  With a
+sliding window, a tile of n queries computes the scores of at most window - 1 + n keys.
 
 Scores may be soft-capped: cap * tanh(score / cap) (Gemma 2, arXiv:2408.00118).
 
@@ -13,7 +14,7 @@ tensor cores multiply these, and tiles are larger.  Sums, and everything else in
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,8 @@ from torch import Tensor
 
 from sft.mcore.attention.key_source import AllGatheredKeys, HaloKeys, KeySource, LocalKeys
 from sft.mcore.device import send
-from sft.parallel import context_parallel
+from sft.parallel.branches import Branches
+from sft.parallel.context_parallel import Chunk, gathered_positions, local_chunks
 from sft.parallel.halo import Halo
 
 QUERY_TILE = 256  # rows of a tile of scores
@@ -30,12 +32,44 @@ KEY_TILE = 512  # columns of a tile of scores
 LARGE_QUERY_TILE, LARGE_KEY_TILE = 1024, 2048  # the same on tensor cores, which wait for the start of a small tile
 
 
+class Keys(NamedTuple):
+    """Keys start .. stop - 1 of the kernel's keys, which have consecutive positions.  position: of the first of them"""
+
+    start: int
+    stop: int
+    position: int
+
+
+class Queries(NamedTuple):
+    """The queries of one chunk, and the keys to which they attend, as far as the mask and the window let them.
+
+    start     index of the first query among the local queries
+    length    number of queries
+    position  position of the first query; positions count from the same token as those of the keys
+    keys      for a branch, the first keys of its parents, then the keys of its document
+    """
+
+    start: int
+    length: int
+    position: int
+    keys: tuple[Keys, ...]
+
+    @staticmethod
+    def of(chunk: Chunk, document: int, cu_seqlens: np.ndarray, branches: Branches | None) -> "Queries":
+        """The kernel's keys are those of the pack.  document: the number of the chunk's document"""
+        depth = 0 if branches is None else int(branches.depths[document])
+        path = () if branches is None else branches.path(document)
+        starts = [int(cu_seqlens[piece.document]) for piece in path]
+        before = [Keys(start, start + piece.length, piece.depth) for start, piece in zip(starts, path)]
+        own = Keys(chunk.document_start, chunk.document_start + chunk.position + chunk.length, depth)
+        return Queries(chunk.local_start, chunk.length, depth + chunk.position, (*before, own))
+
+
 @dataclass(frozen=True, kw_only=True)
 class TorchKernel:
     """The kernel and the chunks of queries of one microbatch.
 
-    chunks      the chunks of this rank.  Their `document_start` is the index of the document's first key among the
-                kernel's keys.  If the key source leaves out this key, it is the index that the key would have
+    chunks      the queries of each chunk of this rank, and their keys
     key_source  gets the kernel's keys: all keys of the pack, or with cp > 1 and a window the keys that each chunk
                 needs, one chunk after the other
     window      a token attends to itself and to the window - 1 tokens before it; None: to all tokens before it
@@ -43,7 +77,7 @@ class TorchKernel:
     has_tensor_cores  whether bf16 factors are multiplied as they are; False: after conversion to fp32
     """
 
-    chunks: tuple[context_parallel.Chunk, ...]
+    chunks: tuple[Queries, ...]
     key_source: KeySource
     window: int | None = None
     softcap: float | None = None
@@ -58,6 +92,7 @@ class TorchKernel:
         *,
         window: int | None = None,
         softcap: float | None = None,
+        branches: Branches | None = None,
     ) -> "TorchKernel":
         options: dict[str, Any] = {
             "window": window,
@@ -65,19 +100,21 @@ class TorchKernel:
             "has_tensor_cores": device.type == "cuda" and torch.version.hip is None,
         }
         if cp_size == 1 or window is None:
-            chunks = context_parallel.local_chunks(cu_seqlens, cp_size, cp_rank)
+            local = local_chunks(cu_seqlens, cp_size, cp_rank)
+            of_document = 1 if cp_size == 1 else 2  # chunks
+            chunks = [Queries.of(c, number // of_document, cu_seqlens, branches) for number, c in enumerate(local)]
             key_source: KeySource = LocalKeys()
             if cp_size > 1:
-                order = torch.from_numpy(context_parallel.gathered_positions(cu_seqlens, cp_size))
+                order = torch.from_numpy(gathered_positions(cu_seqlens, cp_size))
                 key_source = AllGatheredKeys(send(order, device))
-            return TorchKernel(chunks=chunks, key_source=key_source, **options)
-        halo = Halo.of(cu_seqlens, window, cp_size, cp_rank)
-        first_keys = np.cumsum([0, *(c.length + before for c, before in zip(halo.chunks, halo.num_before.tolist()))])
-        moved = tuple(
-            replace(chunk, document_start=first + before - chunk.position)
-            for chunk, first, before in zip(halo.chunks, first_keys.tolist(), halo.num_before.tolist())
-        )
-        return TorchKernel(chunks=moved, key_source=HaloKeys.of(halo, device), **options)
+            return TorchKernel(chunks=tuple(chunks), key_source=key_source, **options)
+        halo = Halo.of(cu_seqlens, window, cp_size, cp_rank, branches)
+        chunks, first = [], 0
+        for chunk, before in zip(halo.chunks, halo.num_before.tolist()):
+            stop = first + before + chunk.length
+            chunks.append(Queries(chunk.local_start, chunk.length, before, (Keys(first, stop, 0),)))
+            first = stop
+        return TorchKernel(chunks=tuple(chunks), key_source=HaloKeys.of(halo, device), **options)
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Implements `AttentionKernel.forward`."""
@@ -111,8 +148,8 @@ class TorchKernel:
         for chunk in self.chunks:
             for start in range(0, chunk.length, num_queries):
                 stop = min(start + num_queries, chunk.length)
-                rows = slice(chunk.local_start + start, chunk.local_start + stop)
-                yield _Tile(rows, chunk.document_start, chunk.position + start, limits)
+                rows = slice(chunk.start + start, chunk.start + stop)
+                yield _Tile(rows, chunk.position + start, chunk.keys, limits)
 
 
 class _Limits(NamedTuple):
@@ -129,22 +166,24 @@ class _Tile:
     """Up to QUERY_TILE consecutive queries of one document, or LARGE_QUERY_TILE of them."""
 
     rows: slice  # indices of these queries among the local queries
-    document: int  # the index of the document's first key among the kernel's keys
-    position: int  # the position of the first query within the document
+    position: int  # the position of the first query
+    keys: tuple[Keys, ...]  # of the chunk
     limits: _Limits
 
-    def key_tiles(self) -> Iterator[slice]:
-        """The keys to which these queries attend, as indices among the kernel's keys."""
+    def key_tiles(self) -> Iterator[Keys]:
+        """The keys to which these queries attend."""
         last = self.position + self.rows.stop - self.rows.start
         window, size = self.limits.window, self.limits.num_keys
         first = 0 if window is None else max(0, self.position - window + 1)
-        for start in range(first, last, size):
-            yield slice(self.document + start, self.document + min(start + size, last))
+        for keys in self.keys:
+            stop = min(keys.stop, keys.start + last - keys.position)
+            for start in range(keys.start + max(0, first - keys.position), stop, size):
+                yield Keys(start, min(start + size, stop), keys.position + start - keys.start)
 
-    def hidden(self, keys: slice, device: torch.device) -> Tensor | None:
+    def hidden(self, keys: Keys, device: torch.device) -> Tensor | None:
         """bool [queries, keys]: true if the query does not attend to the key; None: all queries attend to all keys."""
-        first, num_queries, window = keys.start - self.document, self.rows.stop - self.rows.start, self.limits.window
-        last = keys.stop - 1 - self.document
+        first, num_queries, window = keys.position, self.rows.stop - self.rows.start, self.limits.window
+        last = first + keys.stop - keys.start - 1
         is_before = window is not None and first <= self.position + num_queries - 1 - window
         if last <= self.position and not is_before:
             return None
@@ -164,8 +203,9 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, tile: _Tile, scale: flo
     largest = rows.new_full((*rows.shape[:-1], 1), -math.inf)
     total = torch.zeros_like(largest)
     out = rows.new_zeros((*rows.shape[:-1], values.shape[-1]))
-    for columns in tile.key_tiles():
-        scores, _ = _scores(rows, keys[columns], tile, columns, scale)
+    for block in tile.key_tiles():
+        columns = slice(block.start, block.stop)
+        scores, _ = _scores(rows, keys[columns], tile, block, scale)
         new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
         new_largest = new_largest.clamp_(min=torch.finfo(rows.dtype).min)  # a query that has no key yet has -inf
         shrink = torch.exp(largest - new_largest)
@@ -197,8 +237,9 @@ def _attend_backward(
     norm = lse.unflatten(0, (groups, -1)).unsqueeze(-1)
     drows = torch.zeros_like(rows)
     query_factor, grad_factor = (x.flatten(1, 2).to(factors) for x in (rows, dout))
-    for columns in tile.key_tiles():
-        scores, slope = _scores(rows, keys[columns], tile, columns, scale)
+    for block in tile.key_tiles():
+        columns = slice(block.start, block.stop)
+        scores, slope = _scores(rows, keys[columns], tile, block, scale)
         weights = scores.sub_(norm).exp_()
         narrow = weights.flatten(1, 2).to(factors)
         dvalues[columns] += _product(narrow.transpose(1, 2), grad_factor).transpose(0, 1)
@@ -210,7 +251,7 @@ def _attend_backward(
     return _ungrouped(drows).to(query.dtype)
 
 
-def _scores(rows: Tensor, keys: Tensor, tile: _Tile, columns: slice, scale: float) -> tuple[Tensor, Tensor | None]:
+def _scores(rows: Tensor, keys: Tensor, tile: _Tile, block: Keys, scale: float) -> tuple[Tensor, Tensor | None]:
     """rows [groups, heads per group, n, d], keys [k, groups, d] -> scores [groups, heads per group, n, k].
 
     Also returns the derivative of the soft cap; None: no cap.
@@ -221,7 +262,7 @@ def _scores(rows: Tensor, keys: Tensor, tile: _Tile, columns: slice, scale: floa
         scores = scores.div_(softcap).tanh_()
         slope = 1 - scores.square()
         scores = scores.mul_(softcap)
-    hidden = tile.hidden(columns, rows.device)
+    hidden = tile.hidden(block, rows.device)
     return (scores if hidden is None else scores.masked_fill_(hidden, -math.inf)), slope
 
 

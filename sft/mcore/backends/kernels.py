@@ -29,7 +29,7 @@ from sft.mcore.linear_attention.delta_rule import Kernel as DeltaKernel
 from sft.mcore.linear_attention.fla_kernel import FlaKernel
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 
-# (cu_seqlens of the whole pack, cp size, cp rank, device, window=) -> the kernel of a microbatch
+# (cu_seqlens of the whole pack, cp size, cp rank, device, window=, branches=) -> the kernel of a microbatch
 MakeKernel = Callable[..., AttentionKernel]
 
 # The flash kernels of softmax attention.  Plain torch computes the layers that they cannot.

@@ -18,12 +18,13 @@ from sft.config import Config, ModelConfig
 from sft.config.mixer_section import LayerKind
 from sft.layers.kinds import all_layer_groups, model_of_kind
 from sft.mcore.attention import rope
-from sft.mcore.attention.packed_attention import packed_attention
+from sft.mcore.attention.packed_attention import AttentionSetting, packed_attention
 from sft.mcore.backend import AttentionBackend, PackedDocuments
 from sft.mcore.backends.kernels import Chosen
 from sft.mcore.latent_attention.core_attention import SharedLatents
 from sft.mcore.modules.library import LocalLibrary, ModuleLibrary
 from sft.mcore.modules.stored import OwnWeights
+from sft.parallel.branches import Branches
 from sft.parallel.cp_group import CpGroup
 
 
@@ -48,11 +49,18 @@ class Portable(AttentionBackend):
         attention.core_attention = partial(PortableAttention, model=self.config.model)
         return spec
 
-    def documents(self, cu_seqlens: Tensor, max_seqlen: int, positions: Tensor, cp: CpGroup) -> PackedDocuments:
-        packed = super().documents(cu_seqlens, max_seqlen, positions, cp)
+    def documents(
+        self,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        positions: Tensor,
+        cp: CpGroup,
+        branches: Branches | None = None,
+    ) -> PackedDocuments:
+        packed = super().documents(cu_seqlens, max_seqlen, positions, cp, branches)
         boundaries = cu_seqlens.cpu().numpy()
         packed.kernels = {
-            kind: self.kernels[kind](boundaries, cp.size, cp.rank, positions.device, window=window)
+            kind: self.kernels[kind](boundaries, cp.size, cp.rank, positions.device, window=window, branches=branches)
             for kind, window in self._windows.items()
         }
         return packed
@@ -99,15 +107,20 @@ class PortableAttention(OwnWeights):
         **unused: Any,
     ) -> Tensor:
         documents = packed_seq_params
-        assert documents is not None and documents.cp is not None and attention_mask is None and attention_bias is None
-        rotation, kernel = None, documents.kernels[self.kind]
-        if self.rotates:
-            rotation = documents.window_rotation if self.has_own_base else documents.rotation
-            assert rotation is not None
-        cp_group = documents.cp.members
+        assert documents is not None and attention_mask is None and attention_bias is None
+        setting = self.setting(documents)
 
         def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
-            return packed_attention(query, key, value, kernel, self.scale, cp_group, rotation, sinks)
+            return packed_attention(query, key, value, *setting, sinks)
 
         sinks = [] if self.softmax_offset is None else [self.softmax_offset]
         return documents.attend(self, attend, (query, key, value), sinks).flatten(1)
+
+    def setting(self, documents: PackedDocuments) -> AttentionSetting:
+        """The arguments of attention that have no gradient, for one microbatch."""
+        assert documents.cp is not None
+        rotation = None
+        if self.rotates:
+            rotation = documents.window_rotation if self.has_own_base else documents.rotation
+            assert rotation is not None
+        return AttentionSetting(documents.kernels[self.kind], self.scale, documents.cp.members, rotation)

@@ -13,7 +13,8 @@ on every layout.
 
 Core's balancing losses depend on the layout: core averages over a microbatch, and another number of data-parallel ranks
 gives other microbatches.  Up to core 0.16, context parallelism also lowers the weight of these losses.  Here, a loss is
-an average over a document on all ranks, so the gradient of a document does not depend on its pack:
+an average over a document on all ranks, so the gradient of a document does not depend on its pack.  In a pack with
+trees, each text is a document:
 
     aux  of a document in a layer: E * sum over the E experts of (share of choices) * (mean probability); balanced: 1
     z    of a token in a layer: the squared log-sum-exp of the token's logits
@@ -42,30 +43,12 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from sft.config import ModelConfig, MoeConfig
+from sft.mcore.experts.documents import TokenDocuments
 from sft.metrics.totals import ExpertLoad
 
 _AUX, _Z, _DROPPED, _TOKENS = range(4)  # columns of `Router.totals`, after one column per expert
 _LEAST_SUM = 1e-20  # keeps the weights of scores that are all 0 finite, as in transformers
 _BLOCK = 1 << 14  # tokens whose probabilities are converted to float64 at a time: 16 MiB for 128 experts
-
-
-@dataclass(frozen=True)
-class TokenDocuments:
-    """The document of each token of this rank in a microbatch.
-
-    numbers     int32 [t], number of each token's document in the pack; -1 for padding
-    count       number of documents of the whole pack, filler documents included
-    cp_members  the ranks that share the pack; None: this rank has all of it
-    """
-
-    numbers: Tensor
-    count: int
-    cp_members: dist.ProcessGroup | None = None
-
-    @property
-    def is_real(self) -> Tensor:
-        """bool [t], false for padding"""
-        return self.numbers >= 0
 
 
 class Router(TopKRouter):
@@ -109,9 +92,10 @@ class Router(TopKRouter):
         else:
             sent = chosen | self._in_turn(len(real), chosen.device) & ~real
         if self.training and torch.is_grad_enabled():
-            self._add(slice(self.num_experts), chosen.sum(0))
-            self._add(_DROPPED, (chosen & ~sent).sum())
-            self._add(_TOKENS, real.sum())
+            times = documents.times()[:, None]
+            self._add(slice(self.num_experts), (chosen * times).sum(0))
+            self._add(_DROPPED, ((chosen & ~sent) * times).sum())
+            self._add(_TOKENS, times.sum())
             weights = self._balanced(weights, logits, routing, documents)
         return weights, sent
 
@@ -134,7 +118,7 @@ class Router(TopKRouter):
         """Return `weights`; in backward, the balancing losses with a coefficient are terms of the objective."""
         aux_coef, z_coef = self.config.moe_aux_loss_coeff, self.config.moe_z_loss_coeff
         with torch.set_grad_enabled(bool(z_coef)):
-            z = (torch.logsumexp(logits, -1).square() * documents.is_real).sum()
+            z = (torch.logsumexp(logits, -1).square() * documents.times()).sum()
         self._add(_Z, z)
         if z_coef:
             weights = _Attach.apply(weights, z, z_coef * self.loss_scale)
@@ -151,9 +135,10 @@ class Router(TopKRouter):
         for group in (self.tp_group, documents.cp_members):  # sequence parallelism and cp split documents over ranks
             if group is not None and group.size() > 1:
                 dist.all_reduce(choices, group=group)
+        choices = documents.by_text(choices[1:])
         share = choices / choices.sum(1, keepdim=True).clamp(min=1.0)
         probability: Tensor = _SumOfRows.apply(probabilities, rows, len(table))
-        return self.num_experts * (share * probability)[1:].sum()
+        return self.num_experts * (share * documents.by_text(probability[1:])).sum()
 
     def _add(self, where: int | slice, value: Tensor) -> None:
         if self.totals is None:

@@ -1,11 +1,12 @@
 """Linear attention over packed documents whose tokens are split over the context-parallel (CP) group.
 
     1. Tokens of short documents are sent to the ranks that compute these documents (relayout.py).
-    2. Each rank runs the gated delta rule on its fragments (gated_delta.py).  For long documents, ranks pass states
-       from fragment to fragment (state_passing.py).
+    2. Each rank runs the gated delta rule on its fragments (gated_delta.py).  In long documents and in trees, states
+       pass from fragment to fragment (state_passing.py).
     3. Outputs of short documents are sent back.
 
-With cp 1, a document is one fragment, and nothing is sent or copied.
+With cp 1, nothing is sent.  A document without branches is one fragment, and nothing is copied unless trees lie behind
+such documents.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from sft.mcore.linear_attention.delta_rule import Fragments, FragmentSchedule, I
 from sft.mcore.linear_attention.gated_delta import gated_delta_rule
 from sft.mcore.linear_attention.relayout import TokenRelayout, to_computed, to_local
 from sft.mcore.linear_attention.state_passing import HeadwisePassing
+from sft.parallel.branches import Branches
 from sft.parallel.cp_group import CpGroup
 from sft.parallel.fragments import FragmentPlan
 from sft.parallel.taps import Taps
@@ -33,6 +35,7 @@ class LinearDocuments:
     kernel: Kernel
     schedule: FragmentSchedule  # of `kernel`
     convolution: Any  # `kernel.convolution_plan` of the microbatch
+    passing: HeadwisePassing | None = None  # None: no fragment is linked, on any rank
     relayout: TokenRelayout | None = None
 
     @staticmethod
@@ -45,19 +48,21 @@ class LinearDocuments:
         heads: int,
         num_taps: int,
         max_short: int,
+        branches: Branches | None = None,
     ) -> "LinearDocuments":
         """cu_seqlens: int32 [documents + 1], padded boundaries of the documents of the whole pack
 
         heads: value heads of this rank; num_taps: taps of the convolution
         max_short: length of the longest document that counts as short (`HeadSizes.max_short`)
         """
-        plan = FragmentPlan.of(cu_seqlens, max_short, cp.size, cp.rank)
+        plan = FragmentPlan.of(cu_seqlens, max_short, cp.size, cp.rank, branches)
         fragments = Fragments.of(plan.boundaries, linked=np.arange(plan.num_linked))
         return LinearDocuments(
             cp=cp,
             kernel=kernel,
             schedule=kernel.schedule(fragments, heads, device),
-            convolution=kernel.convolution_plan(Taps.of(cu_seqlens, num_taps, cp.size, cp.rank), device),
+            convolution=kernel.convolution_plan(Taps.of(cu_seqlens, num_taps, cp.size, cp.rank, branches), device),
+            passing=HeadwisePassing.of(plan.links, heads, cp, device) if sum(plan.links.counts) else None,
             relayout=None if plan.relayout is None else TokenRelayout.of(plan.relayout, device),
         )
 
@@ -68,11 +73,10 @@ Call = Callable[[Callable[..., Tensor], Sequence[Tensor]], Tensor]
 
 def linear_attention(inputs: Inputs, documents: LinearDocuments, call: Call) -> Tensor:
     """Outputs [t, value heads, V] of this rank's tokens.  Collective over cp.  call: runs the delta rule"""
-    cp_group, kernel, schedule = documents.cp.members, documents.kernel, documents.schedule
-    passing = HeadwisePassing(cp_group) if len(schedule.fragments.linked) else None
+    cp_group = documents.cp.members
 
     def rule(*inputs: Tensor) -> Tensor:
-        return gated_delta_rule(Inputs(*inputs), schedule, kernel, passing)
+        return gated_delta_rule(Inputs(*inputs), documents.schedule, documents.kernel, documents.passing)
 
     if documents.relayout is None:
         return call(rule, inputs)

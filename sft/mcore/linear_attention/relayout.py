@@ -1,8 +1,8 @@
 """Sends the tokens of short documents to the ranks that compute these documents, and sends the outputs back.
 
-Each direction is one all-to-all.  The backward pass of one direction is the other direction: gradients of inputs are
-sent like outputs, and gradients of outputs like inputs.  A message is a matrix of bytes.  Each row holds one token: the
-bytes of all its tensors, each in its own dtype.
+Each direction is one all-to-all.  With cp 1, tokens of trees are put first, and nothing is sent.  The backward pass of
+one direction is the other direction: gradients of inputs are sent like outputs, and gradients of outputs like inputs.
+A message is a matrix of bytes.  Each row holds one token: the bytes of all its tensors, each in its own dtype.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ class TokenRelayout:
     inverse: int64, the inverse of the permutation `order`
     """
 
-    long_rows: Tensor
+    kept: Tensor
     send: Tensor
     num_sent: list[int]
     num_received: list[int]
@@ -40,7 +40,7 @@ class TokenRelayout:
             return send(torch.from_numpy(numbers), device)
 
         return TokenRelayout(
-            long_rows=sent(relayout.long_rows),
+            kept=sent(relayout.kept),
             send=sent(relayout.send),
             num_sent=relayout.num_sent,
             num_received=relayout.num_received,
@@ -49,24 +49,24 @@ class TokenRelayout:
         )
 
     def to_computed(self, tensors: Sequence[Tensor], cp_group: Any) -> list[Tensor]:
-        """Tensors [t, ...] of local tokens -> tensors of the tokens that this rank computes: first the tokens of long
-        documents, then the tokens of short ones."""
+        """Tensors [t, ...] of local tokens -> tensors of the tokens that this rank computes: first those that are not
+        sent, then those of its short documents."""
         rows = [x.index_select(0, self.send) for x in tensors]
         arrived = _all_to_all(rows, self.num_sent, self.num_received, cp_group)
         return [
-            torch.cat((x.index_select(0, self.long_rows), y.index_select(0, self.order)))
+            torch.cat((x.index_select(0, self.kept), y.index_select(0, self.order)))
             for x, y in zip(tensors, arrived, strict=True)
         ]
 
     def to_local(self, tensors: Sequence[Tensor], cp_group: Any) -> list[Tensor]:
         """The inverse of `to_computed`."""
-        num_long = len(self.long_rows)
-        rows = [x[num_long:].index_select(0, self.inverse) for x in tensors]
+        num_kept = len(self.kept)
+        rows = [x[num_kept:].index_select(0, self.inverse) for x in tensors]
         arrived = _all_to_all(rows, self.num_received, self.num_sent, cp_group)
         local = []
         for x, y in zip(tensors, arrived, strict=True):
-            tokens = x.new_empty((num_long + len(y), *x.shape[1:]))
-            local.append(tokens.index_copy_(0, self.long_rows, x[:num_long]).index_copy_(0, self.send, y))
+            tokens = x.new_empty((num_kept + len(y), *x.shape[1:]))
+            local.append(tokens.index_copy_(0, self.kept, x[:num_kept]).index_copy_(0, self.send, y))
         return local
 
 
@@ -97,6 +97,8 @@ class _Moved(torch.autograd.Function):
 
 def _all_to_all(rows: Sequence[Tensor], num_sent: list[int], num_received: list[int], cp_group: Any) -> list[Tensor]:
     """Contiguous tensors [sum(num_sent), ...], ordered by receiver -> tensors [sum(num_received), ...], by sender."""
+    if len(num_sent) == 1:
+        return list(rows)
     message = torch.cat([x.flatten(1).view(torch.uint8) for x in rows], dim=1)
     received = message.new_empty((sum(num_received), message.shape[1]))
     dist.all_to_all_single(received, message, num_received, num_sent, group=cp_group)

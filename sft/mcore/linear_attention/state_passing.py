@@ -1,47 +1,110 @@
-"""Passes states of long documents from fragment to fragment over context-parallel (CP) ranks.
+"""Passes states from fragment to fragment, also over context-parallel (CP) ranks.
 
-A fragment maps the state S before it to the state A S + B after it (sft/parallel/fragments.py).  The fragments of a
-document are its chunks 0 .. 2 cp - 1.  Ranks 0, 1, ..., cp - 1 hold the first cp chunks, and ranks cp - 1, ..., 0 the
-others.  The state before chunk c is S_c:
+A fragment maps the state S before it to the state A S + B after it (sft/parallel/fragments.py).  Each linked fragment
+has at most one predecessor, p: the fragment before it in its document, or for a branch the fragment of its parent that
+ends at the fork.  Several fragments may have the same one.  S_f is the state before fragment f:
 
-    S_0 = 0        S_c+1 = A_c S_c + B_c
+    S_f = 0 without predecessor        S_f = A_p S_p + B_p
 
-The gradient of the state after chunk c is D_c, where G_c is the gradient of S_c through the outputs of chunk c alone:
+D_f is the gradient of the state after f, where G_s is the gradient of S_s through the outputs of s alone:
 
-    D_last = 0     D_c-1 = A_c^T D_c + G_c
+    D_f = sum of A_s^T D_s + G_s over all fragments s whose predecessor is f
 
-Both recurrences have the same form, so one function computes them.  An all-to-all sends the maps of each head from all
-ranks to one rank, which composes them in document order.  A second all-to-all returns the states.  So each rank
-composes the maps of its share of the heads.  Shares may differ by one head and may be empty: cp need not divide the
-number of heads.  An all-gather of all maps would send cp (K + V) / (K + 2 V) times as many bytes (2.7 at cp 4 with
-K = V), and every rank would hold and compose the maps of the whole pack.
+Both recurrences go through the fragments of the pack level by level: level 0 has no predecessors, level i + 1 has those
+in level i.  The fragments of long documents without branches are their chunks 0 .. 2 cp - 1, each on its own level.
+Each level but the last is one batched product, however many branches there are.
+
+An all-to-all sends the maps of each head from all ranks to one rank, which composes them.  A second all-to-all returns
+the states.  So each rank composes the maps of its share of the heads.  Shares may differ by one head and may be empty:
+cp need not divide the number of heads.  With n_r of the n fragments on rank r, and h_r heads in its share, all ranks
+together send
+
+    (sum of n_r * (heads - h_r)) * K (K + V)   numbers, and then   (sum of h_r * (n - n_r)) * K V   numbers
+
+An all-gather of all maps would send cp (K + V) / (K + 2 V) times as many bytes (2.7 at cp 4 with K = V), and every rank
+would hold and compose the maps of the whole pack.  With cp 1, nothing is sent.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sft.mcore.device import send
+from sft.parallel.context_parallel import runs
+from sft.parallel.cp_group import CpGroup
+from sft.parallel.fragments import FragmentLinks
 
-@dataclass(frozen=True)
-class HeadwisePassing:
-    """Passes states and their gradients between fragments of long documents on different CP ranks.
 
-    Each rank has two fragments of every long document, n fragments in all, in the order [early, late, early, late,
-    ...].  The methods are collective over `cp_group`.
+@dataclass(frozen=True, kw_only=True)
+class LevelStep:
+    """From a level to the next.  Fragments are slices of the order in which they are composed.
+
+    before    the fragments of the level that have successors
+    after     the fragments of the next level, which are these successors
+    followed  those of `after` that have successors themselves; they are the first
+    parents   int64, the predecessor of each in `after`, as index in `before`; None: 0, 1, 2, ...
+    children  if there are parents: for i = 0, 1, ..., the fragments in `before` with more than i successors, and the
+              i-th successor of each, as index in `after`
     """
 
-    cp_group: Any
+    before: slice
+    after: slice
+    followed: slice
+    parents: Tensor | None
+    children: tuple[tuple[Tensor, Tensor], ...]
+
+
+_Compose = Callable[[Tensor, Tensor, Sequence[LevelStep]], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadwisePassing:
+    """Passes states and their gradients between the linked fragments of a pack.  Collective over cp.
+
+    Inputs and results have the order of this rank's n linked fragments.
+
+    cp        the ranks that share the pack
+    counts    number of linked fragments of each rank
+    shares    number of heads that each rank composes
+    composed  int64, the order of composition: indices of fragments, or with cp > 1 of received rows, each of which is a
+              head of a fragment
+    returned  int64, the inverse of this permutation
+    steps     one for each level but the last
+    """
+
+    cp: CpGroup
+    counts: list[int]
+    shares: list[int]
+    composed: Tensor
+    returned: Tensor
+    steps: tuple[LevelStep, ...]
+
+    @staticmethod
+    def of(links: FragmentLinks, heads: int, cp: CpGroup, device: torch.device) -> "HeadwisePassing":
+        """heads: value heads of this rank"""
+        shares = [heads // cp.size + (rank < heads % cp.size) for rank in range(cp.size)]
+        order, steps = _steps(links.predecessors, device)
+        if cp.size > 1:  # a rank sends [heads of the share, its fragments]
+            counts, share = np.array(links.counts), shares[cp.rank]
+            before, count = np.repeat(np.cumsum(counts) - counts, counts), np.repeat(counts, counts)
+            first = before * share + np.arange(len(order)) - before
+            order = (first[:, None] + count[:, None] * np.arange(share))[order].ravel()
+        composed, returned = (send(torch.from_numpy(rows), device) for rows in (order, np.argsort(order)))
+        return HeadwisePassing(
+            cp=cp, counts=links.counts, shares=shares, composed=composed, returned=returned, steps=steps
+        )
 
     def initial_states(self, maps: Tensor, offsets: Tensor) -> Tensor:
         """The state before each of this rank's fragments, [n, heads, K, V].
 
         maps [n, heads, K, K] and offsets [n, heads, K, V]: A and B of these fragments
         """
-        return _carried(maps, offsets, self.cp_group, reverse=False)
+        return self._carried(maps, offsets, _states)
 
     def final_gradients(self, maps: Tensor, dstates: Tensor) -> Tensor:
         """The gradient of the state after each of this rank's fragments, [n, heads, K, V].
@@ -49,34 +112,94 @@ class HeadwisePassing:
         maps [n, heads, K, K]: A of these fragments
         dstates [n, heads, K, V]: G, gradients of the states before the fragments through the same fragment's outputs
         """
-        return _carried(maps.transpose(-1, -2), dstates, self.cp_group, reverse=True)
+        return self._carried(maps.transpose(-1, -2), dstates, _gradients)
+
+    def _carried(self, maps: Tensor, offsets: Tensor, compose: _Compose) -> Tensor:
+        if self.cp.size == 1:
+            of_maps, of_offsets = (x.index_select(0, self.composed) for x in (maps, offsets))
+            return compose(of_maps, of_offsets, self.steps).index_select(0, self.returned)
+        (n, heads, key_dim, value_dim), share = offsets.shape, self.shares[self.cp.rank]
+        all_received = [share * count for count in self.counts]
+        all_sent = [other * n for other in self.shares]
+        sent = torch.cat((maps, offsets), dim=-1).transpose(0, 1).flatten(0, 1)  # [heads * n, K, K + V]
+        received = sent.new_empty((sum(all_received), *sent.shape[1:]))
+        dist.all_to_all_single(received, sent, all_received, all_sent, group=self.cp.members)
+        received = received.index_select(0, self.composed).unflatten(0, (sum(self.counts), share))
+        of_maps, of_offsets = received.split((key_dim, value_dim), dim=-1)
+        composed = compose(of_maps, of_offsets, self.steps)
+        returned = offsets.new_empty((heads * n, key_dim, value_dim))
+        by_rank = composed.flatten(0, 1).index_select(0, self.returned)
+        dist.all_to_all_single(returned, by_rank, all_sent, all_received, group=self.cp.members)
+        return returned.unflatten(0, (heads, n)).transpose(0, 1).contiguous()
 
 
-def _carried(maps: Tensor, offsets: Tensor, cp_group: Any, *, reverse: bool) -> Tensor:
-    """The state before each local fragment, or with `reverse`, the gradient of the state after it, [n, heads, K, V]."""
-    num_heads, key_dim = maps.shape[1:3]
-    size, rank = cp_group.size(), cp_group.rank()
-    shares = [num_heads // size + (other < num_heads % size) for other in range(size)]  # heads that a rank composes
-    own = [shares[rank]] * size
-    sent = torch.cat((maps, offsets), dim=-1).transpose(0, 1).contiguous()  # [heads, n, K, K + V]
-    received = sent.new_empty((sum(own), *sent.shape[1:]))
-    dist.all_to_all_single(received, sent, own, shares, group=cp_group)
-    received = received.unflatten(0, (size, shares[rank])).unflatten(2, (-1, 2))  # [cp, heads, documents, 2, K, K + V]
-    composed = _composed(*received.split((key_dim, sent.shape[-1] - key_dim), dim=-1), reverse=reverse)
-    returned = offsets.new_empty((num_heads, *composed.flatten(2, 3).shape[2:]))
-    dist.all_to_all_single(returned, composed.flatten(0, 1).flatten(1, 2), shares, own, group=cp_group)
-    return returned.transpose(0, 1).contiguous()
-
-
-def _composed(maps: Tensor, offsets: Tensor, *, reverse: bool) -> Tensor:
-    """maps [cp, heads, documents, 2, K, K], offsets [cp, heads, documents, 2, K, V] -> states, shaped like offsets.
-
-    reverse: follow the chunks of a document from the last to the first
-    """
-    early, late = ([(rank, part) for rank in range(len(maps))] for part in (0, 1))
-    chunks = [*early, *reversed(late)]  # in document order
+def _states(maps: Tensor, offsets: Tensor, steps: Sequence[LevelStep]) -> Tensor:
+    """maps [fragments, heads, K, K], offsets [fragments, heads, K, V] -> the state before each fragment."""
     states = torch.zeros_like(offsets, memory_format=torch.contiguous_format)
-    for (rank, part), (next_rank, next_part) in pairwise(reversed(chunks) if reverse else chunks):
-        before = maps[rank, :, :, part] @ states[rank, :, :, part]
-        torch.add(before, offsets[rank, :, :, part], out=states[next_rank, :, :, next_part])
+    for step in steps:
+        after = maps[step.before] @ states[step.before]
+        after += offsets[step.before]
+        states[step.after] = after if step.parents is None else after.index_select(0, step.parents)
     return states
+
+
+def _gradients(maps: Tensor, dstates: Tensor, steps: Sequence[LevelStep]) -> Tensor:
+    """maps: A^T.  The gradient of the state after each fragment.  Replaces dstates by those of states before them."""
+    last = torch.zeros_like(dstates, memory_format=torch.contiguous_format)
+    for step in reversed(steps):
+        dstates[step.followed] += maps[step.followed] @ last[step.followed]
+        if step.parents is None:
+            last[step.before] = dstates[step.after]
+        for parents, children in step.children:  # adds in the same order at each call: no parent occurs twice
+            last[step.before].index_add_(0, parents, dstates[step.after].index_select(0, children))
+    return last
+
+
+def _steps(predecessors: np.ndarray, device: torch.device) -> tuple[np.ndarray, tuple[LevelStep, ...]]:
+    """The order in which the linked fragments of a pack are composed, and the steps.
+
+    predecessors: as in `FragmentLinks`
+    """
+    num_successors = np.bincount(predecessors[predecessors >= 0], minlength=len(predecessors))
+    by_predecessor = np.argsort(predecessors, kind="stable")
+    first_successor = np.cumsum(num_successors) - num_successors + (predecessors < 0).sum()
+    level = _followed_first(np.flatnonzero(predecessors < 0), num_successors)
+    order, steps, start = [level], [], 0
+    while num_successors[level].any():
+        before = level[num_successors[level] > 0]
+        successors = by_predecessor[runs(first_successor[before], num_successors[before])]
+        after, stop = _followed_first(successors, num_successors), start + len(level)
+        index = np.empty(len(predecessors), dtype=np.int64)
+        index[before] = np.arange(len(before))
+        parents = index[predecessors[after]]
+        steps.append(
+            LevelStep(
+                before=slice(start, start + len(before)),
+                after=slice(stop, stop + len(after)),
+                followed=slice(stop, stop + int((num_successors[after] > 0).sum())),
+                **_relatives(parents, num_successors[before], device),
+            )
+        )
+        order.append(after)
+        level, start = after, stop
+    return np.concatenate(order), tuple(steps)
+
+
+def _followed_first(fragments: np.ndarray, num_successors: np.ndarray) -> np.ndarray:
+    return fragments[np.argsort(num_successors[fragments] == 0, kind="stable")]
+
+
+def _relatives(parents: np.ndarray, num_children: np.ndarray, device: torch.device) -> dict[str, Any]:
+    """`LevelStep.parents` and `LevelStep.children`.
+
+    parents: index of each child's parent; num_children: of each parent
+    """
+    if np.array_equal(parents, np.arange(len(num_children))):
+        return {"parents": None, "children": ()}
+    by_parent, first = np.argsort(parents, kind="stable"), np.cumsum(num_children) - num_children
+    chosen = [np.flatnonzero(num_children > i) for i in range(num_children.max())]
+    children = [(parent, by_parent[first[parent] + i]) for i, parent in enumerate(chosen)]
+    return {
+        "parents": send(torch.from_numpy(parents), device),
+        "children": tuple((send(torch.from_numpy(x), device), send(torch.from_numpy(y), device)) for x, y in children),
+    }

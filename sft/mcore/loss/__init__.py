@@ -25,7 +25,7 @@ __all__ = ["RowStatistics", "Targets", "VocabShard", "lm_loss"]
 
 
 def lm_loss(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> tuple[Tensor, RowStatistics]:
-    """The objective, a float64 sum over the supervised tokens, and the statistics of these tokens, without gradient.
+    """The objective, a float64 sum over the supervised tokens, and the statistics of their targets, without gradient.
 
     hidden: [t, 1, h], or [t / tp, 1, h] under sequence parallelism.  The result is equal on all tp ranks.  On a rank
     without a supervised token, the objective and its gradients are 0; the rank still takes part in all collectives.
@@ -33,4 +33,4 @@ def lm_loss(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfi
     if loss.impl == "fused":
         return fused.lm_loss(hidden, shard, targets, loss)
     rows = (chunked if loss.impl == "chunked" else full).token_statistics(hidden, shard, targets, loss)
-    return objective(rows, targets.weights, loss), rows.map(Tensor.detach)
+    return objective(rows, targets.all_weights, loss), rows.map(Tensor.detach)

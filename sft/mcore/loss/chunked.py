@@ -10,19 +10,26 @@ import torch
 from torch import Tensor
 
 from sft.config import LossConfig
+from sft.mcore.device import send
 from sft.mcore.loss.objective import RowStatistics, Targets, upstream_coefficients
 from sft.mcore.loss.softmax import gradient, slices, statistics
 from sft.mcore.loss.vocab_parallel import VocabShard
 
 
 def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> RowStatistics:
-    """The statistics of every supervised token.  Log-probability, log-sum-exp and entropy have gradients."""
+    """The statistics of every target.  Log-probability, log-sum-exp and entropy have gradients."""
     return row_statistics(shard.logits(hidden, targets.rows), shard, targets, loss)
 
 
 def row_statistics(logits: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> RowStatistics:
     """`token_statistics` from logits [t, rows of this shard], which stay unchanged."""
-    return RowStatistics._make(_RowStatistics.apply(logits, shard, targets, loss))
+    rows = RowStatistics._make(_RowStatistics.apply(logits, shard, targets, loss))
+    further = targets.further
+    if further is None:
+        return rows
+    own, numbers = targets.rows[send(further.tokens, logits.device)], torch.arange(len(further), device=logits.device)
+    others = Targets(rows=numbers, labels=further.labels, weights=further.weights)
+    return rows.followed_by(row_statistics(logits.index_select(0, own), shard, others, loss))
 
 
 class _RowStatistics(torch.autograd.Function):

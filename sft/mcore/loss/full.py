@@ -6,12 +6,13 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 
 from sft.config import LossConfig
+from sft.mcore.device import send
 from sft.mcore.loss.objective import RowStatistics, Targets
 from sft.mcore.loss.vocab_parallel import VocabShard, accumulation_dtype
 
 
 def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> RowStatistics:
-    """The statistics of every supervised token.  Log-probability, log-sum-exp and entropy have gradients."""
+    """The statistics of every target.  Log-probability, log-sum-exp and entropy have gradients."""
     logits = shard.logits(hidden, targets.rows)
     logits = logits.to(accumulation_dtype(logits.dtype))
     if shard.softcap is not None:
@@ -20,14 +21,26 @@ def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: 
     # Copied, because core's function overwrites its input, and the log-sum-exp below reads the logits again.
     real = torch.arange(logits.shape[1], device=logits.device) < shard.num_real
     masked = torch.where(real, logits, -torch.inf)
-    correct = _correct(masked.detach()[targets.rows], targets.labels - shard.first, shard)
-    nll = tensor_parallel.vocab_parallel_cross_entropy(masked.unsqueeze(1), labels.unsqueeze(1)).squeeze(1)
+    rows, own, selected = targets.rows, targets.labels, None
+    if targets.further is not None:
+        more = rows[send(targets.further.tokens, rows.device)]
+        rows, own, selected = torch.cat((rows, more)), torch.cat((own, targets.further.labels)), masked[more]
+    correct = _correct(masked.detach()[rows], own - shard.first, shard)
+    nll = _cross_entropy(masked, labels)[targets.rows]
+    if selected is not None and targets.further is not None:
+        nll = torch.cat((nll, _cross_entropy(selected, targets.further.labels)))
     lse = entropy = None
     if loss.z_loss_coef or loss.measures_entropy:
         with torch.set_grad_enabled(torch.is_grad_enabled() and bool(loss.z_loss_coef or loss.entropy_coef)):
-            lse, entropy = _lse_and_entropy(logits[:, : shard.num_real][targets.rows], shard)
+            lse, entropy = _lse_and_entropy(logits[:, : shard.num_real][rows], shard)
         entropy = entropy if loss.entropy_coef else entropy.detach() if loss.entropy else None
-    return RowStatistics(logprob=-nll[targets.rows], lse=lse, entropy=entropy, correct=correct)
+    return RowStatistics(logprob=-nll, lse=lse, entropy=entropy, correct=correct)
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """logits [n, rows of this shard], which are overwritten, labels [n] -> -log p(label), [n]"""
+    nll: Tensor = tensor_parallel.vocab_parallel_cross_entropy(logits.unsqueeze(1), labels.unsqueeze(1))
+    return nll.squeeze(1)
 
 
 def _correct(scores: Tensor, local: Tensor, shard: VocabShard) -> Tensor:

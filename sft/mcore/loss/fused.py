@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from sft.config import LossConfig
+from sft.mcore.device import send
 from sft.mcore.loss.objective import RowStatistics, Targets, objective, objective_coefficients
-from sft.mcore.loss.softmax import blocks, gradient, slices, statistics
+from sft.mcore.loss.softmax import blocks, correct_labels, gradient, slices, statistics
 from sft.mcore.loss.vocab_parallel import VocabShard, accumulation_dtype
 
 
@@ -41,12 +42,8 @@ class _Loss(torch.autograd.Function):
         for part in head.chunks():
             inputs = gradients.inputs(head.whole, part) if gradients else head.whole[targets.rows[part]]
             scores = head.project(inputs)
-            rows = head.statistics(scores, part)
-            total += objective(rows, targets.weights[part], loss)
-            all_rows.assign(part, rows)
+            total += head.measure(scores, part, all_rows, train)
             if gradients:
-                chunk_coefficients = objective_coefficients(rows, targets.weights[part], loss)
-                gradient(scores, targets.labels[part], rows, chunk_coefficients, shard, out=scores)
                 gradients.add(part, scores, inputs)
         ctx.mark_non_differentiable(*(column for column in all_rows if column is not None))
         ctx.gradients = gradients
@@ -78,12 +75,37 @@ class _ChunkedHead:
         """Scores of inputs [m, h] -> [m, rows of this shard].  The next call overwrites these scores."""
         return torch.mm(inputs, self.shard.weight.detach().t(), out=self._buffer[: inputs.shape[0]])
 
-    def statistics(self, scores: Tensor, part: slice) -> RowStatistics:
-        return statistics(scores, self.targets.labels[part], self.shard, entropy=self.loss.measures_entropy)
+    def measure(self, scores: Tensor, part: slice, all_rows: RowStatistics, train: bool) -> Tensor:
+        """The objective of the tokens `part`, whose statistics are written to `all_rows`.
+
+        train: whether the gradient of the objective replaces the scores
+        """
+        labels, weights, loss = self.targets.labels[part], self.targets.weights[part], self.loss
+        rows = statistics(scores, labels, self.shard, entropy=loss.measures_entropy)
+        all_rows.assign(part, rows)
+        total = objective(rows, weights, loss)
+        coefficients = objective_coefficients(rows, weights, loss) if train else None
+        further = self.targets.further
+        numbers = slice(0, 0) if further is None else further.within(part)
+        if further is None or numbers.start == numbers.stop:
+            if coefficients is not None:
+                gradient(scores, labels, rows, coefficients, self.shard, out=scores)
+            return total
+        index, others, more_weights = (column[numbers] for column in further)
+        index = send(index - part.start, scores.device)
+        more = statistics(scores[index], others, self.shard, entropy=loss.measures_entropy)
+        all_rows.assign(slice(len(self.targets) + numbers.start, len(self.targets) + numbers.stop), more)
+        if coefficients is not None:
+            of_others = objective_coefficients(more, more_weights, loss)
+            coefficients = coefficients.with_further(index, of_others)
+            gradient(scores, labels, rows, coefficients, self.shard, out=scores)
+            of_others = coefficients.map(lambda column: column[index])._replace(label=of_others.label)
+            correct_labels(index, others, more, of_others, self.shard, out=scores)
+        return total + objective(more, more_weights, loss)
 
     def allocate_statistics(self) -> RowStatistics:
-        """Empty statistics of all rows."""
-        return RowStatistics.empty(len(self.targets), self.whole, entropy=self.loss.measures_entropy)
+        """Empty statistics of all targets."""
+        return RowStatistics.empty(len(self.targets.all_weights), self.whole, entropy=self.loss.measures_entropy)
 
 
 class _Gradients:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,26 @@ from sft.mcore.device import send
 from sft.mcore.loss.vocab_parallel import accumulation_dtype
 
 
+class FurtherTargets(NamedTuple):
+    """Targets of tokens that have one already, because several branches follow them (`sft.batch.BranchTargets`).
+
+    tokens   int64 [m] on the CPU, not decreasing: each target's token, as an index in `Targets.rows`
+    labels   int64 [m]
+    weights  float32 [m], above 0
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    weights: Tensor
+
+    def within(self, part: slice) -> slice:
+        """The targets of the tokens `part`: tokens 0 0 4 7, part 4:8 -> 2:4"""
+        return slice(*torch.searchsorted(self.tokens, torch.tensor([part.start, part.stop])).tolist())
+
+    def __len__(self) -> int:
+        return self.tokens.numel()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Targets:
     """The supervised tokens of a microbatch on this rank."""
@@ -25,22 +46,35 @@ class Targets:
     rows: Tensor  # int64 [n], increasing: indices of the supervised tokens among the rank's tokens
     labels: Tensor  # int64 [n]
     weights: Tensor  # float32 [n], above 0
+    further: FurtherTargets | None = None  # None: each token has one target
 
     @staticmethod
     def of(microbatch: Microbatch, device: torch.device) -> "Targets":
         """Select the supervised tokens on the CPU.  A selection on the GPU would synchronise with the host."""
-        weights = microbatch.loss_weights.flatten()
+        weights, further = microbatch.loss_weights.flatten(), None
         rows = weights.nonzero().squeeze(-1)
+        if microbatch.further is not None and len(microbatch.further.rows):
+            table = microbatch.further
+            more = [send(torch.from_numpy(column), device) for column in (table.labels, table.weights)]
+            further = FurtherTargets(torch.searchsorted(rows, torch.from_numpy(table.rows)), *more)
         chosen = rows, microbatch.labels.flatten()[rows], weights[rows]
         rows, labels, weights = (send(part, device) for part in chosen)
-        return Targets(rows=rows, labels=labels, weights=weights)
+        return Targets(rows=rows, labels=labels, weights=weights, further=further)
 
     def __len__(self) -> int:
+        """Number of supervised tokens, each with one or several targets."""
         return self.rows.numel()
+
+    @property
+    def all_weights(self) -> Tensor:
+        """float32 [n + m]: the weights of the first targets of all tokens, then those of further targets."""
+        return self.weights if self.further is None else torch.cat((self.weights, self.further.weights))
 
 
 class RowStatistics(NamedTuple):
-    """Statistics of n tokens, from their scores over the whole vocabulary: float32 [n], or float64 for float64 scores.
+    """Statistics of n targets, from the scores of their tokens: float32 [n], or float64 for float64 scores.
+
+    The targets of a microbatch have the order of `Targets.all_weights`.
 
     lse and entropy may be None if the config does not need them; `softmax.statistics` always returns lse.
     """
@@ -67,6 +101,16 @@ class RowStatistics(NamedTuple):
             if target is not None and source is not None:
                 target[part] = source
 
+    def by_text(self, counts: np.ndarray) -> "RowStatistics":
+        """Copies on the CPU with each target repeated as often as texts supervise it.  counts: int64 [n]"""
+        repeats = torch.from_numpy(counts)
+        return self.map(lambda column: column.cpu().repeat_interleave(repeats))
+
+    def followed_by(self, rows: "RowStatistics") -> "RowStatistics":
+        """The statistics of these targets, and then of others."""
+        columns = zip(self, rows)
+        return RowStatistics._make(a if a is None or b is None else torch.cat((a, b)) for a, b in columns)
+
     def without_gradient(self, loss: LossConfig) -> list[Tensor]:
         """The columns that have no gradient."""
         return [self.correct] + ([self.entropy] if self.entropy is not None and not loss.entropy_coef else [])
@@ -84,6 +128,16 @@ class GradientCoefficients(NamedTuple):
     softmax: Tensor
     entropy: Tensor | None
     label: Tensor
+
+    def with_further(self, index: Tensor, further: "GradientCoefficients") -> "GradientCoefficients":
+        """The coefficients of tokens that also have further targets.  `label` remains that of the first target.
+
+        index: int64 [m], the token of each further target
+        """
+        entropy = self.entropy
+        if entropy is not None and further.entropy is not None:
+            entropy = entropy.index_add(0, index, further.entropy)
+        return GradientCoefficients(self.softmax.index_add(0, index, further.softmax), entropy, self.label)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "GradientCoefficients":
         return GradientCoefficients._make(None if column is None else change(column) for column in self)

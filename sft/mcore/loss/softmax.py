@@ -70,6 +70,27 @@ def gradient(
     )
 
 
+def correct_labels(
+    index: Tensor,
+    labels: Tensor,
+    rows: RowStatistics,
+    coefficients: GradientCoefficients,
+    shard: VocabShard,
+    *,
+    out: Tensor,
+) -> None:
+    """Write the gradient with respect to the scores of further labels to `out`, where `gradient` took them for other
+    scores.
+
+    index, labels: int64 [m], the row and the label of each; rows, coefficients: [m], statistics of these labels, and
+    the coefficients of their rows with `label` for these labels
+    """
+    assert rows.lse is not None
+    own, column = _own(labels - shard.first, shard.num_real)
+    exact = _label_gradient(rows.logprob, rows.lse, coefficients, shard.softcap).to(out.dtype)
+    out.index_put_((index, column), torch.where(own, exact, out[index, column]))
+
+
 @functools.cache
 def _passes(is_cuda: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """`row_sums` and `score_gradient` for this device."""
@@ -137,15 +158,22 @@ def score_gradient(
             out[block, :num_real],
             softcap,
         )
-    # Recompute the label's column from the statistics, because bf16 would round p before 1 is subtracted.
+    exact, column = _label_gradient(logprob, lse, coefficients, softcap).to(out.dtype), column[:, None]
+    out.scatter_(1, column, torch.where(own[:, None], exact[:, None], out.gather(1, column)))
+
+
+def _label_gradient(logprob: Tensor, lse: Tensor, coefficients: GradientCoefficients, softcap: float | None) -> Tensor:
+    """The gradient with respect to the label's score, [n].
+
+    It is computed from the statistics, because bf16 would round p before 1 is subtracted.
+    """
     slope = coefficients.softmax
     if coefficients.entropy is not None:
         slope = slope + coefficients.entropy * logprob
     exact = logprob.exp() * slope + coefficients.label
     if softcap is not None:
         exact = exact * (1.0 - ((logprob + lse) / softcap).square())  # the capped score is logprob + lse
-    exact, column = exact.to(out.dtype), column[:, None]
-    out.scatter_(1, column, torch.where(own[:, None], exact[:, None], out.gather(1, column)))
+    return exact
 
 
 def _gradient_block(

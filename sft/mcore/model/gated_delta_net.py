@@ -36,6 +36,7 @@ from sft.mcore.backend import AttentionBackend, PackedDocuments, params_dtype
 from sft.mcore.linear_attention.delta_rule import Inputs
 from sft.mcore.linear_attention.documents import LinearDocuments, linear_attention
 from sft.mcore.linear_attention.gated_norm import GatedNorm
+from sft.parallel.branches import Branches
 from sft.parallel.cp_group import CpGroup
 
 _PROJECTIONS = ("query", "key", "value", "z", "beta", "alpha")  # Megatron-LM's names of the parts of in_proj
@@ -59,7 +60,13 @@ def install(spec: ModuleSpec, config: Config, model: ModelConfig, backend: Atten
     return spec
 
 
-def documents(backend: AttentionBackend, cu_seqlens: np.ndarray, cp: CpGroup, device: torch.device) -> LinearDocuments:
+def documents(
+    backend: AttentionBackend,
+    cu_seqlens: np.ndarray,
+    cp: CpGroup,
+    device: torch.device,
+    branches: Branches | None = None,
+) -> LinearDocuments:
     """The fragments of a microbatch on this rank.  cu_seqlens: int32 [n + 1], padded boundaries of the whole pack"""
     config, linear = backend.config, backend.config.model.linear_attention
     sizes = HeadSizes.of(linear, config.parallel.tp, params_dtype(config).itemsize)
@@ -71,6 +78,7 @@ def documents(backend: AttentionBackend, cu_seqlens: np.ndarray, cp: CpGroup, de
         heads=sizes.value_heads,
         num_taps=linear.conv_kernel,
         max_short=sizes.max_short(cp.size),
+        branches=branches,
     )
 
 

@@ -72,8 +72,8 @@ class Layer(TransformerLayer):
     def forward(
         self, *args: Any, packed_seq_params: PackedDocuments, padding_mask: Tensor | None = None, **kwargs: Any
     ) -> Any:
-        """padding_mask: int32 [1, t], the number of each token's document, -1 for padding; None: the model has no
-        experts
+        """padding_mask: int32 [1, t], the number of each token's document or part, -1 for padding; None: the model has
+        no experts
 
         Of core's arguments about tokens, only this one reaches the layers in every mode: with pipeline stages, sequence
         parallelism and recomputation of layers.
@@ -82,9 +82,17 @@ class Layer(TransformerLayer):
             self.save_policy.start_layer()
         if isinstance(self.mlp, ExpertLayer):
             assert padding_mask is not None and packed_seq_params.cp is not None
-            pack = packed_seq_params.num_documents, packed_seq_params.cp.members
+            pack = packed_seq_params.num_parts, packed_seq_params.cp.members, packed_seq_params.in_text
             kwargs["padding_mask"] = TokenDocuments(padding_mask.view(-1), *pack)
-        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        output, context = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if self._is_repeated:
+            output.untyped_storage().resize_(0)  # core keeps the output during backward, where nobody reads it
+        return output, context
+
+    @property
+    def _is_repeated(self) -> bool:
+        """Whether core computes this layer again, in backward."""
+        return self.config.recompute_granularity == "full" and torch._C._current_graph_task_id() != -1
 
     def _forward_mlp(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         core_forward_mlp = super()._forward_mlp
@@ -101,7 +109,7 @@ class Layer(TransformerLayer):
             return te_checkpoint(second_half, False, tracker, self.pg_collection.tp, hidden_states)
         modules = (self.pre_mlp_layernorm, self.mlp, self.post_mlp_layernorm)
         weights = [weight for module in modules if module is not None for weight in module.parameters()]
-        return recomputed(second_half, hidden_states, weights, tile=self._tile)
+        return recomputed(second_half, hidden_states, weights, tile=self._tile, is_last=self._is_repeated)
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,14 @@ from sft.layers.kinds import layer_groups, model_of_kind
 from sft.mcore.backend import AttentionBackend, PackedDocuments
 from sft.mcore.latent_attention import multi_latent_attention
 from sft.mcore.model import gated_delta_net
+from sft.mcore.model.head_chunks import with_head_chunks
 from sft.mcore.model.own_heads import with_own_heads
+from sft.parallel.branches import Branches
 from sft.parallel.cp_group import CpGroup
 
-# (backend, cu_seqlens of the whole pack as int32 array, ranks that share the pack, device) -> the mixer's input
-MakeDocuments = Callable[[AttentionBackend, np.ndarray, CpGroup, torch.device], Any]
+# (backend, cu_seqlens of the whole pack as int32 array, ranks that share the pack, device, branches of the pack)
+# -> the mixer's input
+MakeDocuments = Callable[[AttentionBackend, np.ndarray, CpGroup, torch.device, Branches | None], Any]
 
 
 class MixerModule(NamedTuple):
@@ -40,7 +43,9 @@ class MixerModule(NamedTuple):
 
 def _softmax(spec: ModuleSpec, config: Config, model: ModelConfig, backend: AttentionBackend) -> ModuleSpec:
     has_own_heads = config.model.full_attention.is_used or model.value_norm
-    return with_own_heads(spec, model) if has_own_heads else spec
+    spec = with_own_heads(spec, model) if has_own_heads else spec
+    chunks = config.train.head_chunks
+    return spec if chunks is None else with_head_chunks(spec, chunks)
 
 
 MIXER_MODULES: Mapping[LayerKind, MixerModule] = {
@@ -62,15 +67,20 @@ def with_mixer(spec: ModuleSpec, config: Config, backend: AttentionBackend, laye
 
 
 def packed_documents(
-    backend: AttentionBackend, cu_seqlens: Tensor, max_seqlen: int, positions: Tensor, cp: CpGroup
+    backend: AttentionBackend,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    positions: Tensor,
+    cp: CpGroup,
+    branches: Branches | None = None,
 ) -> PackedDocuments:
     """The inputs of attention that describe a microbatch, for all mixers of the model.
 
     The arguments are those of `AttentionBackend.documents`.
     """
-    packed = backend.documents(cu_seqlens, max_seqlen, positions, cp)
+    packed = backend.documents(cu_seqlens, max_seqlen, positions, cp, branches)
     kinds = {group.mixer.kind for group in layer_groups(backend.config.model)}
     makers = {kind: make for kind, (_, make, _) in MIXER_MODULES.items() if make is not None and kind in kinds}
     boundaries = cu_seqlens.cpu().numpy()
-    packed.own = {kind: make(backend, boundaries, cp, positions.device) for kind, make in makers.items()}
+    packed.own = {kind: make(backend, boundaries, cp, positions.device, branches) for kind, make in makers.items()}
     return packed

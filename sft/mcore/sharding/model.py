@@ -40,7 +40,7 @@ class ShardedModel(_BaseDataParallel):
         overlap: bool,
     ) -> None:
         super().__init__(config=config, module=module)
-        self.ddp_config = ddp_config
+        self.ddp_config, self.ranks = ddp_config, ranks
         self.pre_process = module.pre_process  # core asks the chunk, to sum the gradients of a tied weight
         self.share_embeddings_and_output_weights = module.share_embeddings_and_output_weights
         grad_dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else config.params_dtype
@@ -144,3 +144,11 @@ def gradient_of(chunk: Any, weight: Any) -> Tensor | None:
     """This rank's part of the summed gradient of `weight`; None if other ranks hold all of it."""
     held = chunk.shard_of(weight) if isinstance(chunk, ShardedModel) else weight
     return None if held is None else held.main_grad
+
+
+def leave_groups(chunks: Iterable[Any]) -> None:
+    """Destroy the groups that were made for shards, unless all groups are destroyed.  Collective."""
+    chunk = next(iter(chunks))  # all chunks have the same groups
+    if isinstance(chunk, ShardedModel) and dist.is_initialized():
+        for ranks in chunk.ranks.values():
+            ranks.leave()

@@ -12,6 +12,7 @@ class ShardRanks:
 
     members: the process group; None: this rank holds everything
     replicas: the ranks that hold copies of this rank's shard; None: no other rank does
+    made: the process groups among these two that `of` made
     """
 
     size: int
@@ -19,6 +20,7 @@ class ShardRanks:
     members: dist.ProcessGroup | None
     replica: int = 0
     replicas: dist.ProcessGroup | None = None
+    made: tuple[dist.ProcessGroup, ...] = ()
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, size: int, *, timeout_s: int) -> "ShardRanks":
@@ -37,4 +39,10 @@ class ShardRanks:
 
         members = joined(ranks[replica * size :][:size], f"shards, replica {replica}")
         replicas = joined(ranks[rank::size], f"replicas of shard {rank}")
-        return cls(size, rank, members, replica, replicas)
+        made = tuple(other for other in (members, replicas) if other not in (None, group))
+        return cls(size, rank, members, replica, replicas, made)
+
+    def leave(self) -> None:
+        """Destroy the groups that `of` made.  Collective on a GPU."""
+        for group in self.made:
+            dist.destroy_process_group(group)

@@ -8,6 +8,7 @@
 #define CUDNN_VERSION 91900
 
 typedef enum { CUDNN_STATUS_SUCCESS = 0 } cudnnStatus_t;
+typedef enum libraryPropertyType_t { MAJOR_VERSION = 0, MINOR_VERSION = 1, PATCH_LEVEL = 2 } libraryPropertyType;
 typedef enum {
     CUDNN_TYPE_HANDLE = 0,
     CUDNN_TYPE_INT64 = 3,

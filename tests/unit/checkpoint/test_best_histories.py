@@ -192,9 +192,9 @@ def compare(run: ModelRun, folder: Path, said: str) -> None:
     assert exported == run.exported <= run.compared, said
 
 
-FIFTY = settings(
+FEW = settings(
     phases=[Phase.generate],
-    max_examples=50,
+    max_examples=25,
     deadline=None,
     derandomize=True,
     database=None,
@@ -202,14 +202,14 @@ FIFTY = settings(
 )
 
 
-@FIFTY
+@FEW
 @given(histories())
-def test_fifty_histories(engines: Runs, tmp_path_factory: pytest.TempPathFactory, history: Any) -> None:
+def test_a_few_histories(engines: Runs, tmp_path_factory: pytest.TempPathFactory, history: Any) -> None:
     check(engines, tmp_path_factory.mktemp("history") / "runs", history)
 
 
 @pytest.mark.grid
-@settings(FIFTY, max_examples=500)
+@settings(FEW, max_examples=500)
 @given(histories())
 def test_five_hundred_histories(engines: Runs, tmp_path_factory: pytest.TempPathFactory, history: Any) -> None:
     check(engines, tmp_path_factory.mktemp("history") / "runs", history)

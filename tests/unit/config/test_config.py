@@ -16,7 +16,7 @@ def config(*overrides: str) -> Config:
 
 
 def test_there_are_few_keys_and_every_one_is_explained() -> None:
-    assert len(leaves()) <= 211
+    assert len(leaves()) <= 214
     for key, info in leaves().items():
         assert info.description and info.description.endswith("."), key
     for group, model in sections().items():
@@ -121,6 +121,7 @@ def test_rows_of_a_chunk(overrides: list[str], rows: int, chunk: int) -> None:
 MOE = ("model.moe.num_experts=8", "model.moe.top_k=2")
 LINEAR = ("model.linear_attention.num_key_heads=2", "model.linear_attention.num_value_heads=2")
 SIGMOID = (*MOE, "model.moe.top_k=2", "model.moe.score_function=sigmoid")
+CHUNKS = ("train.head_chunks=2",)
 LORA = ("lora.rank=4", "lora.alpha=8.0")
 HOST_OPTIMIZER = "offload_fraction = 0.5 .*needs run.precision = bf16 and parallel.distributed_optimizer = true"
 
@@ -159,6 +160,15 @@ HOST_OPTIMIZER = "offload_fraction = 0.5 .*needs run.precision = bf16 and parall
         (("model.moe.dense_layers=1",), "dense_layers = 1 .*has no effect without model.moe.num_experts"),
         (("train.mlp_tile=0",), "train.mlp_tile = 0"),
         ((*MOE, "train.mlp_tile=4096"), "train.mlp_tile = 4096 .*needs a dense model: experts are balanced over whole"),
+        (("train.head_chunks=0",), "train.head_chunks = 0"),
+        ((*CHUNKS, "attention.backend=te"), "head_chunks = 2 .*does not support attention.backend = te, which attends"),
+        (
+            (*CHUNKS, "run.fp8=mxfp8"),
+            "does not support run.fp8 = mxfp8, whose modules compute whole projections; use null",
+        ),
+        ((*CHUNKS, "model.attention_output_gate=true"), "model.attention_output_gate, which is a third tensor of all"),
+        ((*CHUNKS, "model.qk_norm=true", "model.qk_norm_across_heads=true"), "model.qk_norm_across_heads, which needs"),
+        ((*CHUNKS, *LINEAR, "model.linear_attention.layers=[1]"), "model.linear_attention, whose layers have no key"),
         (
             ("train.offload_fraction=0.5",),
             "train.offload_fraction = 0.5 .*needs recompute = selective, attention_kept or full",
@@ -167,6 +177,22 @@ HOST_OPTIMIZER = "offload_fraction = 0.5 .*needs run.precision = bf16 and parall
         (("optim.offload_fraction=1.01",), "expected a number of at least 0.0 and of at most 1.0"),
         (("optim.offload_fraction=0.5", "run.precision=fp32"), HOST_OPTIMIZER),
         (("optim.offload_fraction=0.5", "parallel.distributed_optimizer=false"), HOST_OPTIMIZER),
+        (
+            ("data.turns=each", "data.supervise=all"),
+            "turns = .each. .*clashes with supervise = all; use supervise = assist",
+        ),
+        (
+            ("data.turns=each", "data.supervise=last"),
+            "turns = .each. .*clashes with supervise = last; use supervise = assis",
+        ),
+        (
+            ("data.turns=each", "train.mtp=joint"),
+            "data.turns = .each. .*does not fit train.mtp = joint: .*use train.mtp = off",
+        ),
+        (
+            ("data.turns=each", "attention.backend=te"),
+            "data.turns = .each. .*backend = te cannot compute; use portable or",
+        ),
         (("data.date=2026-13-40",), "data.date = .*is a day that no calendar has; give a day such as 2026-01-01"),
         (
             (*LINEAR, "model.linear_attention.layers=[1]", "model.sliding_window=8", "model.sliding_window_layers=[1]"),
@@ -188,6 +214,11 @@ HOST_OPTIMIZER = "offload_fraction = 0.5 .*needs run.precision = bf16 and parall
 def test_what_cannot_be(overrides: tuple[str, ...], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         config(*overrides)
+
+
+def test_turns_with_a_common_beginning_need_portable_attention() -> None:
+    assert config().auto_is_portable is None
+    assert "data.turns = each" in str(config("data.turns=each").auto_is_portable)
 
 
 def test_experts_as_wide_as_they_are_told() -> None:

@@ -11,6 +11,8 @@ from sft.estimate import constants, gpus
 from sft.estimate.constants import Constant, Curve
 from sft.estimate.gpus import GIB
 from sft.estimate.lengths import Lengths
+from sft.layers.rank_share import RankShare
+from sft.parallel.shapes import Shapes
 
 
 def test_usable_memory_names_what_a_run_cannot_use() -> None:
@@ -41,6 +43,8 @@ def test_lengths_of_a_pack() -> None:
     assert [column.tolist() for column in lengths.of_pack(8)] == [[2, 6], [1, 1]]
     cut = Lengths.read("2:3,60:3").of_pack(8)  # 60 counts as 8
     assert [column.tolist() for column in cut] == [[2, 8], [pytest.approx(0.8)] * 2]
+    tree = Lengths.of_corpus(Shapes(np.array([0, 2, 3]), np.array([6, 4, 5]), np.array([0, 4, 0])))
+    assert tree.tokens == pytest.approx([5.0, 8.4]) and tree.shares == pytest.approx([8.4 / 18.4, 10 / 18.4])
     corpus = Lengths.of_corpus(np.array([2, 6, 6, 2, 0]))
     assert (corpus.tokens.tolist(), corpus.shares.tolist()) == ([2, 6], [0.5, 0.5])
     for wrong in ("", "5", "a:1", "0:1", "5:-1", "5:0"):
@@ -48,6 +52,15 @@ def test_lengths_of_a_pack() -> None:
             Lengths.read(wrong)
     with pytest.raises(ConfigError, match="no document has tokens"):
         Lengths.of_corpus(np.array([0]))
+
+
+def test_documents_of_a_rank_with_dynamic_cp() -> None:
+    """Packs of 8 on two ranks: the document of 2 is whole on one of them, that of 6 has two chunks on both."""
+    lengths, rank = Lengths.read("2:0.5,6:0.5"), RankShare(cp=2)
+    assert [lengths.of_rank(rank, 8).sequences, lengths.of_rank(rank, 8, [1, 2]).sequences] == [4.0, 2.5]
+    # Of 63 documents, a rank has two chunks of each, or 8 whole ones: those start fewer blocks for nothing.
+    mixed = Lengths.read("1024:0.9,32768:0.1")
+    assert [mixed.of_rank(RankShare(cp=8), 262_144, sizes).is_uneven for sizes in (None, [1, 1])] == [True, False]
 
 
 def test_bins_of_a_corpus_keep_its_squares() -> None:

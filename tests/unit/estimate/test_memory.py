@@ -295,11 +295,34 @@ def test_a_tile_is_all_that_the_mlp_works_on() -> None:
     whole = estimate(*of(1, LLAMA_8B, train={"recompute": "full"}), 128_256, 1024)
     tiled = estimate(*of(1, LLAMA_8B, train={"recompute": "full", "mlp_tile": 256}), 128_256, 1024)
     assert most(whole, MLP) - most(tiled, MLP) == 151_556 * 768
-    # the tensors of attention wait meanwhile: 36 KiB without the layer's input, and its normed input
-    assert most(whole, MLP) == 1024 * (151_556 + 36 * KIB + 132) + around
-    assert most(whole, ATTENTION) == 1024 * (71_680 + 36 * KIB + 132) + around
+    # The tensors of attention wait meanwhile: 36 KiB without the layer's input, and its normed input.  The layer's
+    # output has no memory.  In backward of attention the input of the MLP is free, and with tiles so is the gradient of
+    # the layer's output.
+    assert most(whole, MLP) == 1024 * (151_556 + 36 * KIB + 132) + around - 1024 * 8192
+    assert most(whole, ATTENTION) == 1024 * (71_680 + 28 * KIB + 132) + around
+    assert most(tiled, ATTENTION) == most(whole, ATTENTION) - 1024 * 8192
     none = estimate(*of(1, LLAMA_8B, train={"mlp_tile": 256}), 128_256, 1024)
     assert none.layers == 1024 * 32 * (44 * KIB + 132)
+
+
+def test_heads_in_chunks() -> None:
+    """8 chunks of 4 heads and one key head.  Each token saves the output and 32 fp32 sums, and no queries and keys.
+
+    In backward a chunk has queries, keys and values, and again those of a whole layer with 4 heads; beside them are the
+    gradients of the normed input and of the other heads' output, and for the flash kernel two copies of a chunk and its
+    result.
+    """
+    chunks = {"head_chunks": 8}
+    saved = estimate(*of(1, LLAMA_8B, train={**chunks, "recompute": "selective"}), 128_256, 1024)
+    assert saved.layers == 1024 * 32 * (
+        8192 + 8192 + 128 + 4 + 8192
+    )  # input, output, sums, a norm's scale, MLP's input
+    full = {"recompute": "full", "mlp_tile": 256}
+    found = estimate(*of(1, LLAMA_8B, train={**chunks, **full}), 128_256, 1024)
+    chunk = 6 * 256 + (3 * 4 + 1) * 256 + 4 * 4 * 128 + 2 * (2 * 1 + 2 * 4) * 128 + 3 * 4 * 256
+    waits = 8192 + 8192 + 132  # normed input, output and its sums, scales
+    gradients = 8192 + 28 * 256 + 8192  # of normed input, of the output's other heads, of the residual stream
+    assert most(found, ATTENTION) == 1024 * (chunk + waits + gradients) + 2 * 4096 * 28_672
 
 
 def test_tokens_in_experts_while_backward_computes_them() -> None:
@@ -580,7 +603,7 @@ def test_the_description() -> None:
         "per rank, estimated and not measured: 57 GiB, of which",
         "weights 15 GiB, gradients 30 GiB, optimizer 11 GiB, saved by layers 96 MiB, rotary 2.0 MiB, loss head 1.0 GiB",
         "and of the host: 1.0 GiB, of which layers 1.0 GiB; 8.0 GiB for all ranks of a node",
-        "longest context in 75 GiB (an 80-GB card), by the same estimate: 704,608 tokens",
+        "longest context in 75 GiB (an 80-GB card), by the same estimate: 731,616 tokens",
     ]
 
 
@@ -619,15 +642,30 @@ LINEAR = {"linear_attention": {"layers": [1], "num_key_heads": 2, "num_value_hea
         (2, {"cp": 2, "cp_comm": "a2a"}, {}, {"cp": 2, "dp x cp": 2, "all ranks": 2}, 4.2),
         (
             8, {"cp": 8, "cp_comm": "a2a+p2p", "cp_a2a": 2}, {},
-            {"cp, heads": 2, "cp, ring": 4, "dp x cp": 8, "all ranks": 8}, 4.8,
+            {"cp": 8, "cp, heads": 2, "cp, ring": 4, "dp x cp": 8, "all ranks": 8}, 5.4,
         ),
         (
             4, {"pp": 2}, {"num_layers": 2},
             {"dp x cp": 2, "pp": 2, "first and last stage": 2, "all ranks": 4}, 2.4,
         ),
+        (  # unbatched messages: a communicator for each pair of ranks
+            4, {"pp": 4, "virtual_stages": 2}, {"num_layers": 8},
+            {"previous stage": 2, "next stage": 2, "first and last stage": 2, "all ranks": 4}, 2.4,
+        ),
         (  # ranks with the same parameters have the same part of the gradient norm
             4, {"tp": 2, "distributed_optimizer": False}, {},
             {"tp": 2, "dp x cp": 2, "tp x pp": 2, "all ranks": 4}, 2.4,
+        ),
+        (  # shards of two ranks, two copies of each; of an expert, each rank of its two has a whole copy
+            4, {"cp": 2, "shard": "weights", "shard_size": 2}, {},
+            {"cp": 2, "dp x cp": 4, "shards": 2, "replicas": 2, "all ranks": 4}, 3.0,
+        ),
+        (
+            8, {"ep": 2, "shard": "weights", "shard_size": 2}, EXPERTS,
+            {
+                "dp x cp": 8, "shards": 2, "replicas": 4, "shards of experts": 2, "replicas of experts": 2, "ep": 2,
+                "copies of an expert": 4, "all ranks": 8,
+            }, 7.2,
         ),
         (2, {"tp": 2, "distributed_optimizer": False}, {}, {"tp": 2, "all ranks": 2}, 1.2),
     ],
@@ -642,6 +680,15 @@ def test_communicators(
     assert nccl_bytes(config, layout) / GIB == pytest.approx(gib)
     on_cpu, _ = of(world_size, {**TINY, **model}, parallel=parallel, run={"device": "cpu"})
     assert nccl_bytes(on_cpu, layout) == 0.0
+
+
+def test_scales_of_fp8_have_a_communicator() -> None:
+    found = {
+        fp8: list(communicators(*of(4, LLAMA_8B, parallel={"tp": 2}, run={"fp8": fp8})))
+        for fp8 in (None, "blockwise", "delayed")
+    }
+    assert found[None] == found["blockwise"] == ["tp", "dp x cp", "all ranks"]
+    assert found["delayed"] == ["tp", "dp x cp", "tp x dp x cp", "all ranks"]
 
 
 def test_assumed_and_measured_memory_of_nccl() -> None:

@@ -13,6 +13,7 @@ from sft.layers import fused_rotary
 from sft.mcore.attention.rope import Rotation
 from sft.mcore.backends import transformer_engine
 from sft.mcore.backends.selection import choose
+from sft.parallel.branches import Branches
 from sft.parallel.cp_group import CpGroup
 from tests.builders import RECIPE, parsed
 
@@ -68,6 +69,13 @@ def test_who_rotates(te: None, seq_length: int, rotates: bool) -> None:
     assert backend.transformer_fields["apply_rope_fusion"] != rotates
     assert str(backend).startswith("te (Transformer Engine; rotary embedding in plain torch: " if rotates else "te (T")
     assert ("1,048,608 tokens of a rank" in str(backend)) == rotates
+
+
+def test_transformer_engine_has_no_branches(te: None) -> None:
+    backend = choose(parsed(*QWEN).config, "cuda")
+    positions, boundaries = torch.tensor([[0, 1, 1, 2]]), torch.tensor([0, 2, 4], dtype=torch.int32)
+    with pytest.raises(AssertionError, match="Transformer Engine's attention over packed documents has no branches"):
+        backend.documents(boundaries, 3, positions, CpGroup(1, 0, None), Branches.of([-1, 0], [0, 1]))
 
 
 def test_with_dynamic_cp_core_gets_the_group_of_each_pack(te: None) -> None:

@@ -35,6 +35,13 @@ def te(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "2.9.0+abc")
 
 
+@pytest.fixture
+def without_te(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes imports of Transformer Engine fail, as they do where it is not installed."""
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, None)
+
+
 def test_without_the_flash_kernel() -> None:
     assert str(choose(config(), "cpu")) == "portable (plain torch, no flash kernel: it needs CUDA)"
     exact = config("run.precision=fp32", "attention.backend=portable")
@@ -113,7 +120,7 @@ def test_modules_are_a_choice_of_their_own(te: None, monkeypatch: pytest.MonkeyP
         choose(config(WINDOW, "run.fp8=mxfp8"), "cuda")
 
 
-def test_modules_without_transformer_engine() -> None:
+def test_modules_without_transformer_engine(without_te: None) -> None:
     found = choose(config(WINDOW), "cuda").library
     assert str(found).startswith("local (not te: transformer_engine cannot be imported (")
     for overrides, key in ((["run.modules=te"], "run.modules = te: t"), (["run.fp8=delayed"], "run.fp8 = delayed n")):
@@ -143,8 +150,7 @@ def test_biases_of_experts_over_etp_stay_local(te: None) -> None:
     assert found.name == "portable" and "not te: its experts have the whole second bias" in str(found.library)
 
 
-def test_without_transformer_engine() -> None:
-    """Transformer Engine is not installed here."""
+def test_without_transformer_engine(without_te: None) -> None:
     found = choose(config(), "cuda")
     assert isinstance(found, Portable)
     assert {kind: kernel.name for kind, kernel in found.chosen.items()} == {"full attention": "torch's flash kernel"}
@@ -329,7 +335,7 @@ def test_releases_that_bring_fp8(gpu: Callable[..., None]) -> None:
             choose(config(f"run.fp8={name}"), "cuda")
 
 
-def test_fp8_without_transformer_engine() -> None:
+def test_fp8_without_transformer_engine(without_te: None) -> None:
     """With attention.backend = auto, portable would be used, which has no FP8."""
     with pytest.raises(ConfigError) as caught:
         choose(config("run.fp8=delayed"), "cuda")

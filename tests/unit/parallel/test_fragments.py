@@ -36,8 +36,8 @@ def test_every_token_is_computed_by_one_rank_and_in_the_order_of_its_document(cp
                     if p.relayout is not None
                 ]
                 assert [len(part) for part in parts] == plan.relayout.num_received
-                computed = np.concatenate([computed[plan.relayout.long_rows], *parts])
-                num_long = len(plan.relayout.long_rows)
+                computed = np.concatenate([computed[plan.relayout.kept], *parts])
+                num_long = len(plan.relayout.kept)
                 computed[num_long:] = computed[num_long:][plan.relayout.order]
             assert len(computed) == plan.boundaries[-1]
             for index, (start, stop) in enumerate(zip(plan.boundaries[:-1], plan.boundaries[1:])):

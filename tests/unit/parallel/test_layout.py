@@ -162,6 +162,12 @@ MISFITS = {
         "parallel.cp_comm = a2a+p2p distributes whole heads: tp 2 x cp_a2a 4 = 8 does not divide "
         "model.num_query_groups = 4.  Use p2p or all_gather, or a cp_a2a of 2.",
     ),
+    "heads and chunks": (
+        2,
+        {"parallel": {"tp": 2}, "train": {"head_chunks": 3}},
+        "train.head_chunks = 3 divides a rank's key heads: parallel.tp 2 x 3 = 6 does not divide "
+        "model.num_query_groups = 8.  Use null, or 1, 2, 4.",
+    ),
     "dynamic CP": (
         4,
         {"parallel": {"cp": 4, "dynamic_cp": True}, "data": {"seq_length": 192}},

@@ -37,7 +37,8 @@ def check(*overrides: str, gpu: str = "h100", num_gpus: str = "8") -> int:
         (["parallel.cp=1"], "The cheapest change that fits is "),  # 612 GiB
         (["parallel.cp=8", "train.recompute=selective", *EXPERTS], "The cheapest change that fits is "),  # 94 GiB
         (["parallel.cp=1", "data.seq_length=1048576"], "The cheapest layout that fits is "),
-        (["parallel.cp=8", "data.seq_length=4194304"], "No layout of 8 GPUs fits.  The cheapest change that fits is "),
+        (["parallel.cp=8", "data.seq_length=4194304"], "The cheapest layout that fits is "),  # in chunks of heads
+        (["parallel.cp=8", "data.seq_length=8388608"], "No layout of 8 GPUs fits.  The cheapest change that fits is "),
     ],
     ids=str,
 )

@@ -26,10 +26,12 @@ NUM_ROWS = {  # number of rows of a tiny run
     "dynamic_cp": 1,
     "checkpoint": 11,
     "recompute": 3,
+    "trees": 2,
     "load_hf": 8,
 }
 NUM_ABSENT = {"attention": 2, "delta_rule": 1, "kernels": 15, "delta_passes": 1}  # rows of kernels that need CUDA
-SLOW = ["longest", "checkpoint", "load_hf", "loss_head"]  # beside `step`, or with tests of their own
+# Beside `step`, or with tests of their own; `make gpu-hour GPU_HOUR=--tiny`, a part of CI, runs them all but load_hf.
+SLOW = ["longest", "checkpoint", "load_hf", "loss_head", "attention", "kernels", "delta_passes"]
 IN_TURN = """
 import sys
 from tools.bench.__main__ import main

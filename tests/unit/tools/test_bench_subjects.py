@@ -11,7 +11,7 @@ import torch
 from tests.plain_flash import PLAIN
 from tests.unit.fixtures.recurrence import random_inputs
 from tools.bench import __main__ as bench
-from tools.bench import checkpoint, delta_rule, kernels, load_hf, longest
+from tools.bench import checkpoint, delta_rule, kernels, load_hf, longest, trees
 from tools.bench.checkpoint import BESIDE, FIRST, STALL, SYNC, WORK, Took
 from tools.bench.clock import growth
 from tools.bench.harness import Refused
@@ -205,3 +205,24 @@ def test_flops_count_visible_keys_alone() -> None:
     boundaries = np.array([0, 2, 6])
     assert kernels.Layer(3, 1, 8, 8).flops(boundaries) == 960
     assert kernels.Layer(3, 1, 8, 8, window=2).flops(boundaries) == 768
+
+
+# --- trees -------------------------------------------------------------------------------------------------------
+
+
+def test_a_trace_as_a_tree_in_numbers() -> None:
+    """System message of 6 tokens, two turns of 2 thinking, 1 action and 3 observation: texts of 9 and 13 tokens.
+
+    The second text has 13 tokens, and the first one adds 3 behind 6 of them: 13^2 + 9^2 - 6^2 = 214.
+    """
+    trace = trees.Trace(2, system=6, thinking=2, action=1, observation=3)
+    assert trace.promised() == {
+        "tree": {"tokens": 16, "pairs": 107},
+        "separate": {"tokens": 22, "pairs": 125},
+    }
+    packs = trees.packs_of(trace, 4)
+    (tree,) = packs["tree"][0]
+    assert tree.tree is not None and tree.tree.branches.forks.tolist() == [0, 6]
+    assert [[len(sample.tokens) for sample in pack] for pack in packs["separate"]] == [[9], [13]]
+    assert sorted(len(text.tokens) for text in trace.texts()) == [9, 13]
+    assert trees.share_saved(19, 22, trace.promised(), "tokens") == pytest.approx(0.5)  # 3 of the 6 promised

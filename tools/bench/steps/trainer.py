@@ -45,6 +45,7 @@ class RandomCorpus:
 
     def __init__(self, lengths: np.ndarray, vocab: int) -> None:
         self.lengths, self._vocab = lengths.astype(np.int64), vocab
+        self.shapes = self.lengths
         self.source_ids = np.zeros(len(lengths), dtype=np.int64)
 
     def __len__(self) -> int:

@@ -9,7 +9,8 @@ import pytest
 
 from sft.data.chat.encode_chat import Encoding, encode_row
 from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer, load_tokenizer
-from sft.data.rows.formats import Chat, PlainText, Tokenized, read_row
+from sft.data.rows.formats import Chat, PlainText, read_row
+from sft.data.rows.token_rows import Tokenized
 from sft.errors import DataError
 from tests.unit.corpora import ROW, corpus_of, write
 from tests.unit.fixtures.folder import SPECIAL, config, make_folder, open_folder

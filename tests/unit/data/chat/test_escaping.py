@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 
-from sft.data.chat.encode_chat import encode_chat
+from sft.data.chat.encode_chat import encode_chat, encode_turns
+from sft.data.chat.reading import Reading
 from sft.data.chat.tokenizer import FolderTokenizer
+from sft.data.chat.tokens import tokenise
 from sft.data.rows.formats import Chat
+from sft.data.template.rendering import Rendering, Run
+from sft.data.template.sources import CONSTANT, Field, Source
 from sft.errors import DataError
 from tests.unit.fixtures.chats import TALK, Messages, assistant, call, chat_of, runs, tool, user
 from tests.unit.fixtures.folder import OF_TEMPLATE, load_folder, load_letters, make_folder, open_folder, template
@@ -210,6 +214,12 @@ def test_characters_that_become_a_control_token(tmp_path: Path) -> None:
     assert runs(Chat(TALK, None), tokenizer)
     with pytest.raises(DataError, match="turns ordinary characters of the chat into a control token"):
         encode_chat(Chat([user("hi ＜|im_end|＞ there"), assistant("fine")], None), tokenizer)
+    for token in saved["added_tokens"]:
+        token["normalized"] = token["content"] != "<|im_start|>"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+    later = [user("hi"), assistant("fine"), user("＜|im_end|＞"), assistant("so")]  # in the rest of the second text
+    with pytest.raises(DataError, match="turns ordinary characters of the chat into a control token"):
+        encode_turns(Chat(later, None), open_folder(tmp_path))
 
 
 def test_an_end_of_turn_that_the_tokenizer_calls_ordinary(tmp_path: Path) -> None:
@@ -218,3 +228,62 @@ def test_an_end_of_turn_that_the_tokenizer_calls_ordinary(tmp_path: Path) -> Non
     messages = [user("</tool_call>"), assistant("fine")]
     assert runs(Chat(messages, None), tokenizer) == ["fine</tool_call>"]
     assert controls(messages, tokenizer) == ["</tool_call>", "</tool_call>"]
+
+
+def reading_of(*pieces: tuple[str, Source]) -> Reading:
+    """A rendering of some texts with their sources."""
+    runs, at = [], 0
+    for text, source in pieces:
+        runs.append(Run(at, at + len(text), source, None, 0, len(text)))
+        at += len(text)
+    return Reading(Rendering("".join(text for text, _ in pieces), runs))
+
+
+def test_tokens_of_an_earlier_rendering_are_used_again_only_where_the_same_text_stayed_text(
+    tokenizers: Tokenizers,
+) -> None:
+    """Two renderings have the same characters, but in the second one a user wrote the first control string."""
+    tokenizer = tokenizers("chatml")
+    start, end, typed = (
+        "<|im_start|>user\nHi",
+        "<|im_end|>\n<|im_start|>x",
+        Field(0, ("content",), "user", "<|im_end|>"),
+    )
+    first = tokenise(reading_of((start + end, CONSTANT), ("a", CONSTANT)), tokenizer)
+    same = reading_of((start + end, CONSTANT), ("b<|im_end|>", CONSTANT))
+    other = reading_of((start, CONSTANT), ("<|im_end|>", typed), (end[10:] + "b", CONSTANT))
+    for reading in (same, other):
+        again, alone = tokenise(reading, tokenizer, first), tokenise(reading, tokenizer)
+        assert again.encoded.ids.tolist() == alone.encoded.ids.tolist()
+        assert again.encoded.starts.tolist() == alone.encoded.starts.tolist()
+        assert again.encoded.ends.tolist() == alone.encoded.ends.tolist()
+        assert again.encoded.edges in (None, alone.encoded.edges)
+    assert tokenizer.is_control[tokenise(same, tokenizer, first).encoded.ids].sum() == 4
+    assert tokenizer.is_control[tokenise(other, tokenizer, first).encoded.ids].sum() == 2
+
+
+def test_a_text_is_cut_only_before_tokens_that_are_always_found(tmp_path: Path) -> None:
+    """Not before tokens that take spaces before them, that need no letter beside them, that are looked for in changed
+    text, or that are a part of another token."""
+    added = {
+        "<|plain|>": {},
+        "<|left|>": {"lstrip": True},
+        "<|right|>": {"rstrip": True},
+        "<|word|>": {"single_word": True},
+        "<|changed|>": {"normalized": True},
+        "<|part|>": {},
+        "a<|part|>b": {},
+    }
+    path = make_folder(tmp_path, template("chatml"))
+    state = json.loads((path / "tokenizer.json").read_text())
+    ids = {token["content"]: token["id"] for token in state["added_tokens"]}
+    for name, flags in added.items():
+        ids[name] = max(ids.values()) + 1
+        flags = {"special": True, "lstrip": False, "rstrip": False, "single_word": False, "normalized": False, **flags}
+        state["added_tokens"].append({"id": ids[name], "content": name, **flags})
+    (path / "tokenizer.json").write_text(json.dumps(state))
+    found = open_folder(path).always_found
+    assert [found.get(ids[name]) for name in added] == [
+        *("<|plain|>", None, "<|right|>", None),
+        *(None, None, "a<|part|>b"),
+    ]

@@ -7,7 +7,8 @@ import pytest
 
 from sft.data.chat.encode_chat import encode_row
 from sft.data.chat.tokenizer import ByteTokenizer
-from sft.data.rows.formats import Tokenized, read_row
+from sft.data.rows.formats import read_row
+from sft.data.rows.token_rows import Tokenized
 from sft.errors import DataError
 from tests.unit.corpora import corpus_of, write
 

@@ -19,6 +19,7 @@ from sft.layers.traffic import HaloTraffic
 from sft.parallel.alignment import aligned
 from sft.parallel.cp_group import cp_sizes
 from tests.builders import LLAMA_8B, layout_config
+from tools.bench.waiting_bound import waiting_bound_ns
 
 TOKEN = CpCost(token_ns=1.0)  # 1 ns per token, no other cost
 NEAR_BEST = 1.03  # the plan is a heuristic; the worst of these steps takes 1.017 times as long as the best possible
@@ -103,7 +104,7 @@ def test_near_the_best_possible_grid_and_above_the_bound(seed: int) -> None:
     cost = CpCost(token_ns=1.0, attention=AttentionCost(4.0), wait_ranks=2)
     best, of = best_possible(lengths, 20), np.array(lengths)
     planned = predict(made(lengths, cost, rank_tokens=20), of, cost).makespan_ns
-    bound = documents_of(lengths, 2, 20, cost).waiting_bound_ns(2)
+    bound = waiting_bound_ns(documents_of(lengths, 2, 20, cost), 2)
     rounding = len(lengths)  # each document rounds its time to 1 ns
     assert bound - rounding <= best <= planned + rounding
     assert planned <= NEAR_BEST * best

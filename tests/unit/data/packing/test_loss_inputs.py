@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from sft.data.packing.pack import Collator, token_weight
+from sft.data.packing.pack import Collator
+from sft.data.packing.tree_packs import token_weight
 from sft.mcore.loss import Targets, VocabShard
 from tests.builders import sample
 from tests.unit.loss_cases import microbatch

@@ -11,7 +11,8 @@ import pytest
 
 from sft.data.chat.encode_chat import encode_chat, encode_row
 from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
-from sft.data.rows.formats import Chat, PlainText, Tokenized
+from sft.data.rows.formats import Chat, PlainText
+from sft.data.rows.token_rows import Tokenized
 from sft.errors import DataError
 from tests.unit.fixtures.chats import assistant, user
 from tests.unit.fixtures.folder import ORDINARY, SPECIAL, config, load_folder, make_folder, open_folder, template

@@ -90,6 +90,19 @@ def test_the_gradient_of_a_weight_is_summed_where_core_sums() -> None:
     assert x.grad is not None and x.grad.flatten().tolist() == [3.0] * 5
 
 
+def test_a_result_that_nobody_reads_takes_no_memory() -> None:
+    """Core computes a layer again: only its gradients are needed, and their memory is that of the result's gradient."""
+    weight = torch.tensor([3.0], requires_grad=True)
+    weight.main_grad = torch.zeros(1)  # type: ignore[attr-defined]
+    x = torch.tensor([[1.0], [2.0], [4.0]], requires_grad=True)
+    y = recomputed(lambda rows: rows * rows * weight, x, [weight], tile=2, is_last=True)
+    assert y.shape == (3, 1) and y.untyped_storage().nbytes() == 4
+    gradient = torch.ones(3, 1)
+    (dx,) = torch.autograd.grad(y, [x], gradient)
+    assert dx.flatten().tolist() == [6.0, 12.0, 24.0]
+    assert dx.data_ptr() == gradient.data_ptr()
+
+
 @pytest.mark.parametrize(
     "fraction, pipeline, left",
     [

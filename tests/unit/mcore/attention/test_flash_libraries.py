@@ -20,6 +20,7 @@ from sft.mcore.attention import ffpa, flash2, flash3, flash4, package
 from sft.mcore.attention.flash_kernel import Demand, FlashKernel, Operators
 from sft.mcore.attention.packed_attention import packed_attention
 from sft.mcore.attention.torch_kernel import TorchKernel
+from sft.parallel.branches import Branches
 from tests.plain_flash import PLAIN
 
 CPU = torch.device("cpu")
@@ -31,8 +32,9 @@ BF16 = torch.bfloat16
 def _options(softcap: float | None, left: int | None, right: int | None, causal: bool) -> dict[str, Any]:
     """The options as flash-attn-4 reads them: None and 0 mean no soft cap; a causal mask ends the window at the query's
     own key."""
-    assert causal and (right == 0) == (left is not None)
-    return ({} if left is None else {"num_before": left}) | ({"softcap": softcap} if softcap else {})
+    assert (right == 0) == (left is not None) and (causal or left is None)
+    window = {"causal": False} if not causal else {} if left is None else {"num_before": left}
+    return window | ({"softcap": softcap} if softcap else {})
 
 
 def _flash_attn_fwd(
@@ -105,9 +107,10 @@ def _flash3_fwd(
     window_size_right: int = -1,
     num_splits: int = 0,
 ) -> tuple[Tensor | None, ...]:
-    assert is_causal and window_size_right == 0 and num_splits == 1
+    assert window_size_right == (0 if is_causal else -1) and num_splits == 1
     sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return *PLAIN.forward(q, k, v, *sequences, scale=softmax_scale, num_before=window_size_left), None, None
+    options: Any = {"scale": softmax_scale, "num_before": window_size_left, "causal": is_causal}
+    return *PLAIN.forward(q, k, v, *sequences, **options), None, None
 
 
 def _flash3_bwd(
@@ -131,9 +134,10 @@ def _flash3_bwd(
     deterministic: bool = False,
 ) -> tuple[Tensor, ...]:
     """The library writes into dq, dk and dv, and returns working memory."""
-    assert is_causal and window_size_right == 0 and deterministic == torch.are_deterministic_algorithms_enabled()
+    assert window_size_right == (0 if is_causal else -1)
+    assert deterministic == torch.are_deterministic_algorithms_enabled()
     sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    options = {"scale": softmax_scale, "num_before": window_size_left}
+    options: Any = {"scale": softmax_scale, "num_before": window_size_left, "causal": is_causal}
     found = PLAIN.backward(dout, q, k, v, out, softmax_lse, *sequences, **options)
     for ours, gradient in zip((dq, dk, dv), found):
         ours.copy_(gradient)
@@ -203,6 +207,7 @@ def attended(kernel: Any, inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
     return [out.detach(), *(x.grad for x in inputs if x.grad is not None)]
 
 
+@pytest.mark.parametrize("branches", [None, Branches.of([-1, 0], [0, 7])], ids=["", "branches"])
 @pytest.mark.parametrize(
     "name, window, softcap, is_deterministic",
     [
@@ -222,6 +227,7 @@ def test_numbers_are_those_of_the_tiles(
     window: int | None,
     softcap: float | None,
     is_deterministic: bool,
+    branches: Branches | None,
 ) -> None:
     operators, module = LIBRARIES[name]
     be(module)
@@ -230,7 +236,7 @@ def test_numbers_are_those_of_the_tiles(
     generator = torch.Generator().manual_seed(3)
     shapes = (20, 4, 8), (20, 2, 8), (20, 2, 8), (20, 4, 8)
     *inputs, grad = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    options: Any = {"window": window, "softcap": softcap}
+    options: Any = {"window": window, "softcap": softcap, "branches": branches}
     kernel = FlashKernel.of(BOUNDARIES, 1, 0, CPU, operators=operators, **options)
     expected = attended(TorchKernel.of(BOUNDARIES, 1, 0, CPU, **options), inputs, grad)
     for a, b in zip(attended(kernel, inputs, grad), expected, strict=True):

@@ -151,12 +151,12 @@ def test_tensor_cores_change_nothing_in_fp32() -> None:
 
 @pytest.mark.parametrize("length", [1, 9, 10, 13, 14, 40])
 def test_no_tile_is_wider_than_it_may_be(length: int) -> None:
-    chunk = context_parallel.Chunk(local_start=3, length=length, document_start=100, position=50)
+    chunk = torch_kernel.Queries(3, length, 50, (torch_kernel.Keys(100, 150 + length, 0),))
     kernel = TorchKernel(chunks=(chunk,), key_source=LocalKeys())
     made = list(kernel._tiles(torch.float32))
     assert [row for tile in made for row in range(TOKENS)[tile.rows]] == list(range(3, 3 + length))
     for tile in made:
-        columns = list(tile.key_tiles())
+        columns = [slice(keys.start, keys.stop) for keys in tile.key_tiles()]
         assert tile.rows.stop - tile.rows.start <= 9 and all(keys.stop - keys.start <= 13 for keys in columns)
         # position in the document up to which the last query of the tile attends
         last_seen = 100 + 50 + tile.rows.stop - 3
@@ -291,7 +291,8 @@ def test_the_kernel_of_this_torch_takes_what_it_is_given() -> None:
     query, key = torch.empty(12, 8, 64, **made), torch.empty(15, 2, 64, **made)
     boundaries = torch.empty(5, dtype=torch.int32, device="meta")
     sizes = boundaries, boundaries, 2, 8
-    out, lse = FLASH2.forward(query, key, key, *sizes, scale=0.125)
-    assert out.shape == query.shape and lse.shape == (8, 12)
-    grads = FLASH2.backward(out, query, key, key, out, lse, *sizes, scale=0.125)
-    assert [grad.shape for grad in grads] == [query.shape, key.shape, key.shape]
+    for options in ({}, {"causal": False}):
+        out, lse = FLASH2.forward(query, key, key, *sizes, scale=0.125, **options)
+        assert out.shape == query.shape and lse.shape == (8, 12)
+        grads = FLASH2.backward(out, query, key, key, out, lse, *sizes, scale=0.125, **options)
+        assert [grad.shape for grad in grads] == [query.shape, key.shape, key.shape]

@@ -209,8 +209,9 @@ def fla(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     fla_functions.functions.cache_clear()
 
 
-def test_without_fla() -> None:
-    """fla-core is not installed here."""
+def test_without_fla(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fla-core is not installed, or as if it were not."""
+    monkeypatch.setitem(sys.modules, "fla", None)
     assert str(chosen("cpu")) == "torch (plain torch)"
     assert str(chosen("cuda", "attention.delta_rule=torch")) == "torch (attention.delta_rule = torch)"
     found = chosen("cuda")

@@ -7,7 +7,6 @@ multiplies the bits of bf16 numbers as integers, so the narrow dtype here is fp1
 
 import builtins
 import gc
-import os
 import sys
 import weakref
 from collections.abc import Iterator
@@ -20,18 +19,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
-if os.environ["TRITON_INTERPRET"] == "0":
+from tests.unit.fixtures import triton_interpreter
+
+if not triton_interpreter.without_a_gpu():
     pytest.skip("on a GPU, tests/gpu/test_fla.py runs the compiled kernels", allow_module_level=True)
-pytest.importorskip("triton", reason="make test-triton installs it")
 pytest.importorskip("fla", reason="make test-triton installs it")
 
 from sft.layers.mixers.delta import DeltaBytes, HeadSizes  # noqa: E402
 from sft.mcore.linear_attention import fla_functions  # noqa: E402
 from sft.mcore.linear_attention.delta_rule import Fragments, Inputs  # noqa: E402
+from sft.mcore.linear_attention.documents import LinearDocuments, linear_attention  # noqa: E402
 from sft.mcore.linear_attention.fla_kernel import FlaKernel  # noqa: E402
 from sft.mcore.linear_attention.gated_delta import gated_delta_rule  # noqa: E402
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel  # noqa: E402
+from sft.parallel.branches import Branches  # noqa: E402
+from sft.parallel.cp_group import CpGroup  # noqa: E402
 from sft.parallel.taps import Taps  # noqa: E402
 from tests.builders import parsed  # noqa: E402
 from tests.unit.fixtures.fla_variants import keep_one_variant  # noqa: E402
@@ -43,6 +45,7 @@ FP16_TOLERANCE = 2e-3  # share of the norm: products of fp16 numbers, rounded by
 # Two documents of two fragments each, then whole documents.  The first document is fragments 0 and 2
 LENGTHS, ORDER = [70, 65, 5, 1, 20, 1, 64], [[0, 2], [1, 3]]
 TOKENS, CHANNELS = 70, 16
+TREE = Branches.of([-1, 0, 0], [0, 3, 3])  # of the convolution's documents
 
 
 class Index(int):
@@ -142,14 +145,35 @@ def test_maps_and_gradients_of_states(fla: FlaKernel) -> None:
     assert max(distances(found, reference)) < TOLERANCE
 
 
-@pytest.mark.parametrize("cp_size, cp_rank", [(1, 0), (2, 0), (2, 1)])
+def test_branches_start_from_the_state_at_their_fork(fla: FlaKernel) -> None:
+    """A document of 70 tokens has branches of 30 and 5 tokens after 37, and one of 66 after its end."""
+    cu_seqlens, branches = np.cumsum([0, 5, 70, 30, 5, 66]), Branches.of([-1, -1, 1, 1, 1], [0, 0, 37, 37, 70])
+    inputs, grad = rule_inputs(16, 16, torch.float32, 176), random(176, VALUE_HEADS, 16, seed=5)
+    sizes: Any = {"heads": VALUE_HEADS, "num_taps": 4, "max_short": 0, "branches": branches}
+    made = LinearDocuments.of(cu_seqlens, CpGroup(1, 0, None), torch.device("cpu"), fla, **sizes)
+    out = linear_attention(inputs, made, lambda rule, inputs: rule(*inputs))
+    wide = Inputs(*(x.detach().double().requires_grad_() for x in inputs))
+    texts = [(5, [*range(5)]), (70, [*range(5, 75)])]
+    texts += [(n, [*range(5, 5 + fork), *range(first, first + n)]) for first, n, fork in ((75, 30, 37), (105, 5, 37))]
+    texts += [(66, [*range(5, 75), *range(110, 176)])]
+    parts = [recurrence(Inputs(*(x[rows] for x in wide)), [0, len(rows)], [None])[0][-n:] for n, rows in texts]
+    expected = torch.cat(parts)
+    gradients = torch.autograd.grad(out, inputs, grad), torch.autograd.grad(expected, wide, grad.double())
+    assert max(distances([out, *gradients[0]], [expected, *gradients[1]])) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "cp_size, cp_rank, branches",
+    [(1, 0, None), (2, 0, None), (2, 1, None), (1, 0, TREE), (2, 1, TREE)],
+    ids=["cp 1", "cp 2", "cp 2, rank 1", "cp 1, tree", "cp 2, rank 1, tree"],
+)
 def test_the_convolution_is_that_of_plain_torch(
-    fla: FlaKernel, monkeypatch: pytest.MonkeyPatch, cp_size: int, cp_rank: int
+    fla: FlaKernel, monkeypatch: pytest.MonkeyPatch, cp_size: int, cp_rank: int, branches: Branches | None
 ) -> None:
     """On a view, as of the projections, with chunks of 1 to 68 tokens.  On rank 1 of 2, two chunks of a document are
     neighbours.  Every all-to-all receives the same random numbers."""
     monkeypatch.setattr(dist, "all_to_all_single", lambda received, *x, **y: received.copy_(random(*received.shape)))
-    taps = Taps.of(np.array([0, 4, 24, 160]), 4, cp_size, cp_rank)
+    taps = Taps.of(np.array([0, 4, 24, 160]), 4, cp_size, cp_rank, branches)
     wide, weight = random(int(taps.boundaries[-1]), 24).requires_grad_(), random(CHANNELS, 4).requires_grad_()
     results = []
     for kernel in (fla, TorchDeltaKernel()):

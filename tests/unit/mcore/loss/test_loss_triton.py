@@ -4,14 +4,13 @@ Triton takes a gigabyte and comes only with torch for CUDA, so `make test` skips
 Triton and runs this file, and so does CI.
 """
 
-import os
-
 import pytest
 import torch
 from torch import Tensor
 
-os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
-pytest.importorskip("triton", reason="make test-triton installs it")
+from tests.unit.fixtures import triton_interpreter
+
+triton_interpreter.without_a_gpu()
 
 from sft.mcore.loss import softmax as softmax_torch  # noqa: E402
 from sft.mcore.loss import softmax_triton  # noqa: E402

@@ -1,0 +1,86 @@
+"""Splits a tree that is too large for a pack into samples, each with the tree of some of its texts.
+
+Decides which texts share a sample: the texts in order, as many as fit.  A tree fits if its documents, each padded to
+data.doc_multiple, have at most data.seq_length tokens.  The samples repeat the beginnings that their texts share, so
+nothing is lost.  A text that does not fit by itself is treated by data.over_long, as a chat (`truncation.py`).
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from sft.batch import Tree
+from sft.config import DataConfig
+from sft.data.cache.truncation import excerpts
+from sft.data.chat.tree import Grown, TreeText, grow, text_positions, texts_of
+from sft.parallel.alignment import aligned
+
+
+class TreePart(NamedTuple):
+    """A sample made of a tree.
+
+    positions  int64 [m]: which tokens of the whole tree the sample has, in the order of its tokens if it is one text
+    labels     number of supervised labels; a token counts for each text that supervises it
+    """
+
+    tokens: np.ndarray
+    weights: np.ndarray
+    tree: Tree | None
+    positions: np.ndarray
+    labels: int
+
+
+def num_labels_of(tree: Tree) -> int:
+    """The number of supervised labels of all texts."""
+    return int((tree.spans[:, 2] - tree.spans[:, 1]).sum())
+
+
+def fits(tree: Tree, data: DataConfig) -> bool:
+    """Whether the padded documents of a tree fit into a pack."""
+    return int(aligned(np.diff(tree.starts), data.doc_multiple).sum()) <= data.seq_length
+
+
+def split_tree(whole: Grown, data: DataConfig) -> Iterator[TreePart]:
+    """The samples of a tree.  Raises DataError if a text is too long and data.over_long = error."""
+    if fits(whole.tree, data):
+        yield TreePart(*whole, np.arange(len(whole.tokens)), num_labels_of(whole.tree))
+        return
+    texts, positions = texts_of(whole), [text_positions(whole.tree, number) for number in range(len(whole.tree.ends))]
+    longest = max(range(len(texts)), key=lambda number: len(texts[number].tokens))
+    if data.over_long == "error" and _is_long(texts[longest], data):
+        yield from _of_long_text(texts[longest], positions[longest], data)  # names a seq_length for all texts
+    group: list[int] = []
+    for number, text in enumerate(texts):
+        if _is_long(text, data):
+            yield from _of_long_text(text, positions[number], data)
+        elif fits(grow([texts[i] for i in (*group, number)]).tree, data):
+            group.append(number)
+        else:
+            yield _of_group(texts, positions, group)
+            group = [number]
+    if group:
+        yield _of_group(texts, positions, group)
+
+
+def _is_long(text: TreeText, data: DataConfig) -> bool:
+    return aligned(len(text.tokens), data.doc_multiple) > data.seq_length
+
+
+def _of_group(texts: list[TreeText], positions: list[np.ndarray], group: list[int]) -> TreePart:
+    held = np.unique(np.concatenate([positions[number] for number in group]))
+    if len(group) == 1:
+        tokens, weights = texts[group[0]]
+        return TreePart(tokens, weights, None, held, _num_labels(weights))
+    grown = grow([texts[number] for number in group])
+    return TreePart(*grown, held, num_labels_of(grown.tree))
+
+
+def _of_long_text(text: TreeText, positions: np.ndarray, data: DataConfig) -> Iterator[TreePart]:
+    made = excerpts(text.weights, seq_length=data.seq_length, doc_multiple=data.doc_multiple, over_long=data.over_long)
+    for chosen, weights in made:
+        yield TreePart(text.tokens[chosen], weights, None, positions[chosen], _num_labels(weights))
+
+
+def _num_labels(weights: np.ndarray) -> int:
+    return int(np.count_nonzero(weights[1:] > 0))

@@ -1,0 +1,134 @@
+"""Stores texts that begin with the same tokens once: makes the tree of texts, and finds the tokens of a text in it.
+
+Decides which tokens are shared, those of the longest common beginnings, and the order of the documents.  Where texts
+part, the longest text stays in its document, and each other continuation is a branch (`sft/parallel/branches.py`).
+Tokens that are equal again after a difference are stored again, because the tokens before them differ.
+
+    texts a b c d e,  a b x,  a b c y      ->      documents a b c d e,  x after a b,  y after a b c
+
+Works on tokens only.  `encode_chat.py` renders chats, and `cache/tree_samples.py` splits trees that are too large.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from sft.batch import Tree
+from sft.parallel.branches import Branches
+
+
+class TreeText(NamedTuple):
+    """The tokens of a text, int32 [n], and their weights in the loss, float32 [n]."""
+
+    tokens: np.ndarray
+    weights: np.ndarray
+
+
+class Grown(NamedTuple):
+    """The tokens of a tree, int32 [n], the sums of the weights that all its texts give to them, and the tree."""
+
+    tokens: np.ndarray
+    weights: np.ndarray
+    tree: Tree
+
+
+@dataclass
+class _Document:
+    """A document in the making.  fork: number of its parent's tokens before it; first: the first text that has it"""
+
+    tokens: np.ndarray
+    fork: int
+    first: int
+    branches: "list[_Document]" = field(default_factory=list)
+    number: int = -1
+
+
+def grow(texts: Sequence[TreeText]) -> Grown:
+    """The tree of some texts.  A document's branches follow it in the order of their forks, then of their texts."""
+    above = _Document(np.empty(0, dtype=np.int32), 0, -1)  # the parent of all documents without a parent
+    ends: dict[int, tuple[_Document, int]] = {}
+    longest_first = sorted(range(len(texts)), key=lambda number: -len(texts[number].tokens))
+    for number in longest_first:  # a text that comes first stays in its document
+        ends[number] = _insert(texts[number].tokens, number, above)
+    documents: list[_Document] = []
+    parents: list[int] = []
+    waiting = [(document, -1) for document in _in_order(above)]
+    while waiting:
+        document, parent = waiting.pop()
+        document.number = len(documents)
+        documents.append(document)
+        parents.append(parent)
+        waiting += [(branch, document.number) for branch in _in_order(document)]
+    text_ends = np.array([(ends[i][0].number, ends[i][1]) for i in range(len(texts))], dtype=np.int64)
+    starts = np.cumsum([0, *(len(document.tokens) for document in documents)])
+    branches = Branches.of(parents, [document.fork for document in documents])
+    bare = Tree(starts, branches, text_ends, np.empty((0, 3), np.int64), np.empty(0, np.float32))
+    spans = [_spans(number, text.weights, text_positions(bare, number)) for number, text in enumerate(texts)]
+    weights = np.zeros(int(starts[-1]), dtype=np.float32)
+    of_spans = np.concatenate([weight for _, weight in spans])
+    bounds = np.concatenate([bound for bound, _ in spans])
+    for (_, start, stop), weight in zip(bounds.tolist(), of_spans, strict=True):
+        weights[start:stop] += weight
+    tokens = np.concatenate([document.tokens for document in documents]).astype(np.int32)
+    return Grown(tokens, weights, Tree(starts, branches, text_ends, bounds, of_spans))
+
+
+def text_positions(tree: Tree, text: int) -> np.ndarray:
+    """int64 [n]: the positions in the sample's tokens of the tokens of a text."""
+    document, count = tree.ends[text].tolist()
+    pieces = [(piece.document, piece.length) for piece in tree.branches.path(document)] + [(document, count)]
+    return np.concatenate([np.arange(length) + tree.starts[number] for number, length in pieces])
+
+
+def texts_of(grown: Grown) -> list[TreeText]:
+    """The texts of a tree."""
+    tree, texts = grown.tree, []
+    for number in range(len(tree.ends)):
+        weights = np.zeros(len(grown.tokens), dtype=np.float32)
+        chosen = tree.spans[:, 0] == number
+        for (_, start, stop), weight in zip(tree.spans[chosen].tolist(), tree.span_weights[chosen], strict=True):
+            weights[start:stop] = weight
+        of_text = text_positions(tree, number)
+        texts.append(TreeText(grown.tokens[of_text], weights[of_text]))
+    return texts
+
+
+def _insert(tokens: np.ndarray, number: int, above: _Document) -> tuple[_Document, int]:
+    """Adds a text that is at most as long as all texts before it.  Returns its last document, and its tokens there."""
+    document, shared = above, 0
+    while True:
+        tokens = tokens[shared:]
+        if not len(tokens):
+            return document, shared
+        same = (b for b in document.branches if b.fork == shared and b.tokens[0] == tokens[0])
+        branch = next(same, None)
+        if branch is None:
+            branch = _Document(tokens, shared, number)
+            document.branches.append(branch)
+            return branch, len(tokens)
+        branch.first = min(branch.first, number)
+        document, shared = branch, _num_shared(branch.tokens, tokens)
+
+
+def _num_shared(left: np.ndarray, right: np.ndarray) -> int:
+    """The length of the longest common beginning."""
+    length = min(len(left), len(right))
+    differs = left[:length] != right[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+def _in_order(document: _Document) -> list[_Document]:
+    """The branches of a document, the last one first."""
+    return sorted(document.branches, key=lambda branch: (branch.fork, branch.first), reverse=True)
+
+
+def _spans(number: int, weights: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The spans of a text's supervised tokens in the sample: int64 [spans, 3] and float32 [spans], as in `Tree`."""
+    edges = np.flatnonzero((np.diff(weights) != 0) | (np.diff(positions) != 1)) + 1
+    starts, stops = np.concatenate([[0], edges]), np.concatenate([edges, [len(weights)]])
+    used = weights[starts] > 0
+    starts, stops = starts[used], stops[used]
+    bounds = np.stack([np.full(len(starts), number), positions[starts], positions[stops - 1] + 1], axis=1)
+    return bounds.astype(np.int64), weights[starts].astype(np.float32)

@@ -1,0 +1,55 @@
+"""The documents over which routers average their balancing losses, and the texts of trees."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sft.batch import Microbatch
+from sft.mcore.device import send
+from sft.parallel.text_parts import TextParts
+
+
+@dataclass(frozen=True)
+class TokenDocuments:
+    """The document of each token of this rank in a microbatch.  In a pack with trees, the part of its texts.
+
+    numbers     int32 [t], number of each token's document or part in the pack; -1 for padding
+    count       number of documents or parts of the whole pack, filler documents included
+    cp_members  the ranks that share the pack; None: this rank has all of it
+    in_text     [texts, parts], 1.0 where a text contains a part (`sft.parallel.text_parts`); None: no trees
+    """
+
+    numbers: Tensor
+    count: int
+    cp_members: dist.ProcessGroup | None = None
+    in_text: Tensor | None = None
+
+    @property
+    def is_real(self) -> Tensor:
+        """bool [t], false for padding"""
+        return self.numbers >= 0
+
+    def times(self) -> Tensor:
+        """int64 [t]: in how many texts of the pack a token is; 0 for padding."""
+        if self.in_text is None:
+            return self.is_real.long()
+        return self.in_text.sum(0).long()[self.numbers.clamp(min=0).long()] * self.is_real
+
+    def by_text(self, table: Tensor) -> Tensor:
+        """Sums over documents or parts, [count, n] -> sums over texts, [texts, n]."""
+        return table if self.in_text is None else self.in_text.to(table.dtype) @ table
+
+
+def numbered(mb: Microbatch, device: torch.device) -> tuple[Tensor, int, Tensor | None]:
+    """For each local token the number of its document or part, -1 for padding: int32 [1, t].
+
+    Also returns `count` and `in_text` of `TokenDocuments`.  All tensors are on the device.
+    """
+    if mb.branches is None or mb.texts is None:
+        return send(mb.documents.masked_fill(mb.is_padding, -1), device), len(mb.lengths), None
+    parts, documents = TextParts.of(mb.branches, mb.texts), mb.documents.numpy()
+    numbers = parts.of_tokens(documents, mb.position_ids.numpy() - mb.branches.depths[documents])
+    of_tokens = torch.from_numpy(numbers).to(torch.int32).masked_fill(mb.is_padding, -1)
+    return send(of_tokens, device), len(parts), send(torch.from_numpy(parts.in_text).to(torch.float32), device)

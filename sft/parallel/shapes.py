@@ -1,0 +1,71 @@
+"""The sizes of samples that plans read: tokens, padded tokens, and the cost of attention.
+
+Most corpora have samples of one document, and plans read an array of lengths.  A sample with a tree has several
+documents.  Each is padded by itself, and the tokens of a branch attend to those before it, too.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Union
+
+import numpy as np
+
+from sft.layers.flops import AttentionCost
+from sft.parallel.alignment import aligned
+from sft.parallel.context_parallel import runs
+
+
+@dataclass(frozen=True, eq=False)
+class Shapes:
+    """Samples whose documents may be branches.  As an array, it is the number of tokens of each sample, int64 [n].
+
+    starts   int64 [n + 1], index of each sample's first document
+    lengths  int64 [documents], number of tokens
+    depths   int64 [documents], number of tokens before the document (`Branches.depths`)
+    """
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    depths: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return self.sums(self.lengths).astype(dtype or np.int64)
+
+    def __getitem__(self, samples: Any) -> "Shapes":
+        """The samples of these indices, in this order."""
+        counts = np.diff(self.starts)[samples]
+        documents = runs(self.starts[:-1][samples], counts)
+        return Shapes(np.concatenate([[0], np.cumsum(counts)]), self.lengths[documents], self.depths[documents])
+
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        """Sums over the documents of each sample.  values: [documents]"""
+        return np.add.reduceat(values, self.starts[:-1]) if len(self) else values[:0]
+
+
+SampleSizes = Union[np.ndarray, Shapes]  # an array: the lengths of samples of one document each, int64 [n]
+
+
+def longest(samples: SampleSizes) -> int:
+    """The number of tokens of the longest text: lengths 33, and 7 after the first 20 tokens -> 33"""
+    if isinstance(samples, Shapes):
+        return int((samples.lengths + samples.depths).max())
+    return int(np.asarray(samples).max())
+
+
+def padded(samples: SampleSizes, doc_multiple: int) -> np.ndarray:
+    """int64 [n]: number of tokens of each sample in a pack, with the padding of its documents.
+
+    lengths 33 and 7 of one document each, doc_multiple 32 -> 64 32; both of one tree -> 96
+    """
+    if isinstance(samples, Shapes):
+        return samples.sums(aligned(samples.lengths, doc_multiple))
+    return aligned(np.asarray(samples, dtype=np.int64), doc_multiple)
+
+
+def attention_cost(samples: SampleSizes, attention: AttentionCost) -> np.ndarray:
+    """float64 [n]: the cost of attention over each sample, in tokens (`AttentionCost`)."""
+    if isinstance(samples, Shapes):
+        return samples.sums(attention(samples.lengths, samples.depths))
+    return attention(np.asarray(samples, dtype=np.int64))

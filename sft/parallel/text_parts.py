@@ -1,0 +1,52 @@
+"""Divides the documents of a pack into parts, so that each text of a tree is a list of whole parts.  In numpy.
+
+A part is a run of tokens of a document that no branch and no end of a text divides.  Sums over a text, such as a
+router's choices, are sums over its parts, and each token counts in as many texts as contain its part:
+
+    document 0   s0 s1 s2 | s3 s4        parts 0 and 1: document 1 continues the first 3 tokens
+    document 1            | a0 a1        part 2
+    texts (0, 5) and (1, 2)              contain parts 0 1 and parts 0 2; part 0 counts twice
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sft.parallel.branches import Branches
+
+
+@dataclass(frozen=True, eq=False)
+class TextParts:
+    """The parts of a pack, in the order of its documents.
+
+    documents, starts  int64 [parts], the document of each part, and the part's first token in the document
+    in_text            bool [texts, parts], whether the text contains the part
+    """
+
+    documents: np.ndarray
+    starts: np.ndarray
+    in_text: np.ndarray
+
+    @staticmethod
+    def of(branches: Branches, texts: np.ndarray) -> "TextParts":
+        """texts: int64 [texts, 2], the document in which each text ends, and the number of its tokens in it"""
+        is_branch = branches.parents >= 0
+        cuts = np.stack([branches.parents[is_branch], branches.forks[is_branch]], axis=1)
+        begins = np.stack([np.arange(len(branches)), np.zeros(len(branches), dtype=np.int64)], axis=1)
+        ends = np.unique(np.concatenate([begins, cuts, texts]), axis=0)
+        parts = TextParts(ends[:, 0], ends[:, 1], np.zeros((len(texts), len(ends)), dtype=bool))
+        for row, (document, count) in zip(parts.in_text, texts.tolist()):
+            for piece, length in [
+                (document, count),
+                *((piece.document, piece.length) for piece in branches.path(document)),
+            ]:
+                row |= (parts.documents == piece) & (parts.starts < length)
+        return parts
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def of_tokens(self, documents: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """int64 [t]: the part of each token, from its document and its position in the document."""
+        size = int(max(self.starts.max(), positions.max(initial=0))) + 1
+        return np.searchsorted(self.documents * size + self.starts, documents * size + positions, side="right") - 1

@@ -1,0 +1,100 @@
+"""Tokens with several targets: the loss and its gradients are those of separate tokens with equal hidden states."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from sft.batch import BranchTargets
+from sft.config import LossConfig
+from sft.mcore.loss import Targets, lm_loss
+from tests.unit.loss_cases import (
+    EXACT_TOLERANCE,
+    GRADIENT_TOLERANCE,
+    LOSS_TOLERANCE,
+    PADDED,
+    SUPERVISED,
+    TOKENS,
+    WIDTH,
+    Case,
+    caps,
+    case,
+    each,
+    error,
+    expected,
+    inputs_of,
+    microbatch,
+    shard_of,
+    terms,
+    tolerance,
+    with_terms,
+)
+
+# (token, label, weight): tokens 2, 7 and 22 of the case are supervised; chunks of 3 cut between token 7 and 11
+FURTHER = [(2, 1, 0.5), (7, 0, 0.25), (7, 16, 1.5), (7, 3, 1.0), (22, 5, 0.75)]
+
+
+def targets_of(c: Case) -> Targets:
+    rows, labels, weights = (np.array(column) for column in zip(*FURTHER))
+    counts = np.ones(len(rows), dtype=np.int32)
+    further = BranchTargets(rows=rows, labels=labels, weights=weights.astype(np.float32), counts=counts)
+    return Targets.of(replace(microbatch(c.labels, c.weights), further=further), torch.device("cpu"))
+
+
+def as_separate_tokens(c: Case) -> Case:
+    """The case with one more token for each further target."""
+    rows, labels, weights = zip(*FURTHER)
+    return replace(
+        c,
+        hidden=torch.cat((c.hidden, c.hidden[list(rows)])),
+        labels=torch.cat((c.labels, torch.tensor([labels])), dim=1),
+        weights=torch.cat((c.weights, torch.tensor([weights])), dim=1),
+    )
+
+
+def summed(gradient: Tensor) -> Tensor:
+    """The gradient of the case's tokens, from that of separate tokens."""
+    return gradient[:TOKENS].index_add(0, torch.tensor([row for row, _, _ in FURTHER]), gradient[TOKENS:])
+
+
+@caps
+@terms
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@each
+def test_several_targets_are_those_of_separate_tokens(
+    loss: LossConfig, dtype: torch.dtype, more: dict[str, float], softcap: float | None, group: dist.ProcessGroup
+) -> None:
+    c = case(softcap=softcap).to(dtype)
+    hidden, weight = inputs_of(c)
+    total, rows = lm_loss(hidden, shard_of(weight, group, softcap=softcap), targets_of(c), with_terms(loss, more))
+    total.backward()
+    wanted, limit = expected(as_separate_tokens(c), **more), tolerance(loss, dtype)
+    torch.testing.assert_close(total.detach(), wanted.loss, rtol=limit, atol=0.0)
+    assert hidden.grad is not None and weight.grad is not None
+    assert error(hidden.grad, summed(wanted.hidden)) <= limit
+    assert error(weight.grad, wanted.weight) <= limit
+    for found, theirs in zip(rows, wanted.rows, strict=True):  # first the targets of all tokens, then further ones
+        if found is not None and theirs is not None:
+            assert found.shape == (len(SUPERVISED) + len(FURTHER),)
+            assert error(found, theirs) <= limit
+
+
+def test_logits_are_computed_once(group: dist.ProcessGroup) -> None:
+    c, loss = case(), LossConfig(impl="fused", chunk_size=3)
+    hidden, weight = inputs_of(c)
+    with FlopCounterMode(display=False) as products:
+        lm_loss(hidden, shard_of(weight, group), targets_of(c), loss)[0].backward()
+    assert products.get_total_flops() == 3 * 2 * len(SUPERVISED) * WIDTH * PADDED
+
+
+def test_the_tolerances_notice_one_target() -> None:
+    """Without the smallest further target, the results would differ by far more than the tolerances."""
+    whole = as_separate_tokens(case().to(torch.float64))
+    fewer = replace(whole, weights=whole.weights.clone().index_fill_(1, torch.tensor([TOKENS + 1]), 0.0))
+    a, b = expected(whole), expected(fewer)
+    assert abs(float(a.loss - b.loss)) > 1e4 * max(LOSS_TOLERANCE, EXACT_TOLERANCE) * float(a.loss)
+    assert error(b.weight, a.weight) > 1e3 * GRADIENT_TOLERANCE

@@ -50,7 +50,7 @@ class Sample:
 
     tokens   int32 [n]
     weights  float32 [n], above 0 for supervised tokens: the assistant's text and its end-of-turn token.  With a tree,
-             the sum of the weights that all texts give to a token
+             the weight that the first text gives to a token; the tree has those of all texts
     source   index of the sample's source in data.train, or of its data file
     tree     None: the tokens are one text
     """
@@ -71,10 +71,10 @@ class Sample:
 class BranchTargets:
     """Targets of tokens that have another target already: the first tokens of further branches.
 
-    rows     index of the token before the branch
-    labels   the branch's first token
-    weights  float32, above 0, weight of the label in the loss
-    counts   int32, number of texts that supervise the label
+    rows     int64 [m], index of the token before the branch
+    labels   int64 [m], the branch's first token
+    weights  float32 [m], above 0, weight of the label in the loss
+    counts   int32 [m], number of texts that supervise the label
     """
 
     rows: np.ndarray
@@ -96,8 +96,8 @@ class Pack:
         cu_seqlens   0 4 8
         lengths      3 2
 
-    With trees (`Tree`), each document of a tree is a document of the pack.  The label of a token is the next token of
-    its document if that is supervised, else the first token of a branch that follows the token.
+    With trees (`Tree`), each document of a tree is a document of the pack.  If the next token of a token's document is
+    not supervised, but the first token of a branch after the token is, the label is the latter.
 
     The first four arrays have shape [t], where t counts padded tokens: int32, int32, float32, int32.
     cu_seqlens  int32 [num_documents + 1], padded boundaries
@@ -176,7 +176,7 @@ class Microbatch:
     cu_seqlens: "torch.Tensor"  # int32 [num_documents + 1], padded boundaries, filler documents included
     max_seqlen: int  # length of the longest padded document, with the tokens before a branch
     lengths: np.ndarray  # int32 [num_documents], real lengths; 0 marks a filler document
-    supervised: np.ndarray  # int32 [num_documents], number of supervised labels; a sample's first document counts all
+    supervised: np.ndarray  # int32 [num_documents], supervised labels; a sample's first document has those of all
     sources: np.ndarray  # int32 [num_documents], index of each document's source
     num_documents: int  # number of samples: documents and trees, without filler documents
     num_real_tokens: int  # number of tokens of samples

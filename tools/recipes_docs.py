@@ -26,12 +26,13 @@ _PLANNED = """
 ## Written by the planner
 
 `sft plan` chose these layouts ([plan](../how-to/plan.md)) for GPUs of type h100 (80 GB) in nodes of 8 with a 400 Gbit/s
-network, packs that hold one document each, and hosts of which offloading may use 1000 GiB. **All numbers are predicted,
-not measured, with assumed constants.** Memory is that of the fullest GPU, of about 75 GiB that a run can use; the
-numbers of tokens are per second and GPU. YaRN by a large factor is only a start: look at the loss by position. Write
-the recipe anew for other hardware or data: `sft plan --model RECIPE --gpus N --gpu h200 --lengths data --write FILE`.
-`python -m tools.plan_recipes` writes all of them again. In layouts, "weights" or "gradients" is `parallel.shard`,
-"offload" `train.offload_fraction`, "tile" `train.mlp_tile`, and "optimizer" `optim.offload_fraction`.
+network, packs that hold one document each, and hosts of which offloading may use 1000 GiB (llama31_8b_5m_1n: 1300 GiB).
+**All numbers are predicted, not measured, with assumed constants.** Memory is that of the fullest GPU; each recipe says
+how much of it a run can use. The numbers of tokens are per second and GPU. YaRN by a large factor is only a start: look
+at the loss by position. Write the recipe anew for other hardware or data:
+`sft plan --model RECIPE --gpus N --gpu h200 --lengths data --write FILE`. `python -m tools.plan_recipes` writes all of
+them again. In layouts, "weights" or "gradients" is `parallel.shard`, "offload" `train.offload_fraction`, "tile"
+`train.mlp_tile`, "chunks" `train.head_chunks`, and "optimizer" `optim.offload_fraction`.
 """
 
 

@@ -21,6 +21,7 @@ from sft.batch import Microbatch, Pack, Sample
 from sft.data.chat.tree import Grown, texts_of
 from sft.data.inspect.tree_picture import picture
 from sft.data.packing.pack import Collator
+from sft.data.packing.tree_packs import supervision
 from sft.mcore.engine import Engine
 from sft.parallel.fragments import FragmentPlan
 from sft.parallel.layout import Layout
@@ -80,7 +81,7 @@ def of_trees(session: Session, read: Sequence[Sample]) -> Iterator[str]:
             relation = "no parent" if parent < 0 else f"parent {parent}, fork {fork}"
             yield f"document {number}: {relation}, depth {tree.branches.depths[number]}"
             yield row("text", letters(session, sample.tokens[start:stop]))
-            yield row("weights", numbers(sample.weights[start:stop]))
+            yield row("weights", numbers(supervision(sample, "token", "each").weights[start:stop]))
         yield f"texts end at (document, tokens) {[(int(d), int(n)) for d, n in tree.ends]}"
 
 

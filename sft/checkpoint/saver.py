@@ -77,8 +77,8 @@ class Saver:
     def prepare(self, engine: Engine, step: int, num_steps: int) -> None:
         """Begin to allocate the memory for copies, so that the first background save does not wait for it.
 
-        Called after each step of training: a step allocates memory without which the run cannot continue, so that comes
-        first.  Does nothing the second time, or if no save is due before the last step, which is never copied.
+        Called after each step of training, because the first step must get its memory before the copy does.  Does
+        nothing the second time, or if no save is due before the last step: the save of the last step makes no copy.
         Collective.
         """
         if self._buffers is None or self._buffers.is_prepared or not self._config.copies_state:

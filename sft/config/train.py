@@ -73,8 +73,8 @@ class LossConfig(Section):
     reduction: Literal["token", "sample", "sqrt"] = "token"
     """Weight of each of a sample's n supervised tokens: 1, 1 / n (every sample counts the same) or 1 / sqrt(n)."""
     shared: Literal["each", "once"] = "each"
-    """A token that several texts of a tree supervise (data.turns, completions): it counts for each text, as if the
-    texts were separate samples, or once, for the first."""
+    """How often a token counts that several texts of a tree supervise (data.turns, completions).  each: once for each
+    text, as if the texts were separate samples.  once: for the first text only."""
     denominator: Literal["weights", "tokens"] = "weights"
     """Divisor of the weighted loss sum of the global batch: the sum of weights, or the number of supervised tokens."""
     z_loss_coef: Annotated[float, Field(ge=0.0)] = 0.0

@@ -54,7 +54,7 @@ def communicators(config: Config, layout: Layout) -> Communicators:
         "ep x etp": Communicator(layout.ep * layout.etp if layout.etp > 1 else 1),  # with etp 1 the same ranks as ep
         "copies of an expert": Communicator(layout.expert_copies if config.model.moe.num_experts is not None else 1),
         **_gradient_norm(config, layout),
-        # For one scale of each tensor.
+        # The largest absolute values of tensors are reduced over these ranks, for the scales of FP8.
         "tp x dp x cp": Communicator(layout.tp * layout.dp * layout.cp if config.run.fp8 == "delayed" else 1),
         "all ranks": Communicator(layout.world_size),
     }
@@ -63,7 +63,7 @@ def communicators(config: Config, layout: Layout) -> Communicators:
 
 def _stages(layout: Layout) -> Communicators:
     """The communicators for hidden states.  With virtual stages, messages are not batched, and torch opens one for each
-    pair of ranks.  With pp 2, megatron-core takes another group for the one direction than for the other.
+    pair of ranks.  With pp 2, megatron-core uses different groups for the two directions.
     """
     if layout.pp > 1 and layout.virtual_stages > 1:
         return {"previous stage": Communicator(2), "next stage": Communicator(2)}

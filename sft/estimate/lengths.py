@@ -32,10 +32,12 @@ class Lengths:
 
     @staticmethod
     def of_corpus(samples: SampleSizes) -> "Lengths":
-        """The distribution of a corpus.  A tree counts as documents of one length with its tokens and its attention.
+        """The distribution of a corpus.  A tree counts as several documents of one length, with the same sum of tokens
+        and the same cost of attention as the tree.
 
         a document of 6 tokens, and a branch of 4 after its first 4 -> 10 / 8.4 documents of 8.4 tokens: attention costs
         6^2 + 8^2 - 4^2 = 84 = (10 / 8.4) x 8.4^2
+
         More than MAX_BINS different lengths are put into at most MAX_BINS bins, whose edges form a geometric series.
         Raises ConfigError if no document has tokens.
         """

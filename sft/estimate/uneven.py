@@ -1,9 +1,10 @@
 """Predicts how much longer attention takes on the slowest rank, because packs differ in work.
 
 The packs of a step are sorted by attention and put into rows of ranks that wait for each other, as
-sft/data/packing/level.py does; a row takes as long as its first pack.  Ranks that meet only at the end of a step share
-the work evenly, except that one of them has the costliest pack and at least the cheapest of the other ones.  Packs are
-drawn at random from the distribution of lengths, always the same ones.  With dynamic CP, ranks count as evenly loaded.
+sft/data/packing/level.py does; a row takes as long as its first pack.  If ranks wait for each other only at the end of
+a step, the work counts as even, with one exception: one rank has the costliest pack, and its other packs are at least
+as costly as the cheapest packs of the step.  Packs are drawn at random from the distribution of lengths, with a fixed
+seed.  With dynamic CP, ranks count as evenly loaded.
 """
 
 from functools import lru_cache
@@ -62,7 +63,7 @@ def of_step(packs: np.ndarray, dp: int, width: int) -> float:
 def _packs(
     tokens: tuple[float, ...], shares: tuple[float, ...], seq_length: int, attention: AttentionCost
 ) -> np.ndarray:
-    """float64 [NUM_PACKS]: attention of full packs.  A document goes into the fullest open pack that holds it."""
+    """float64 [about NUM_PACKS]: attention of packs.  A document goes into the fullest open pack that holds it."""
     limited = np.minimum(tokens, seq_length)
     number = int(NUM_PACKS * seq_length / (shares @ limited)) + 1
     drawn = np.random.RandomState(0).choice(len(limited), size=number, p=shares)

@@ -205,7 +205,8 @@ GROUPS: dict[str, tuple[Row, ...]] = {
     "Counts": (
         Row("documents", BOTH, "", SAME, "num_documents", COUNT, "number of samples"),
         Row("sequences", BOTH, "", SAME, "num_sequences", COUNT, "number of samples with a supervised token"),
-        Row("tokens/supervised", BOTH, "tokens", SAME, "num_tokens", COUNT, "labels with a weight above 0"),
+        Row("tokens/supervised", BOTH, "tokens", SAME, "num_tokens", COUNT,
+            "labels with a weight above 0; of a tree, one for each text"),
         Row("tokens/mtp", BOTH, "tokens", SAME, "num_mtp_tokens", COUNT,
             "labels of multi-token prediction", only_if=_has_mtp),
         Row("tokens/real", BOTH, "tokens", SAME, "num_real_tokens", COUNT, "tokens of samples"),

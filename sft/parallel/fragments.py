@@ -54,8 +54,9 @@ class FragmentLinks:
     ...
 
     counts        number of linked fragments of each rank
-    predecessors  int64, index of the fragment after which each fragment has its initial state: the one before it in its
-                  document, or for a branch's first one that of the parent that ends at the fork.  -1: the state is zero
+    predecessors  int64, for each fragment the index of the fragment whose last state is its first state: the one before
+                  it in its document, or for a branch's first one the fragment of the parent that ends at the fork.
+                  -1: the first state is zero
     """
 
     counts: list[int]
@@ -166,7 +167,7 @@ class _Edges:
         wanted = np.where(begin == self.starts[document], self.before[document], begin)
         order = np.argsort(end)
         numbers = order[np.searchsorted(end, wanted, sorter=order)]
-        assert (end[numbers] == wanted)[wanted >= 0].all(), "a fork lies behind the tokens of its parent"
+        assert (end[numbers] == wanted)[wanted >= 0].all(), "a fork is larger than the number of tokens of its parent"
         return np.where(wanted < 0, -1, numbers)
 
 

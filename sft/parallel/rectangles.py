@@ -33,9 +33,9 @@ class Rectangle(NamedTuple):
 
 
 def rectangles(branches: Branches) -> list[list[Rectangle]]:
-    """The rectangles of each call.  Each document is in a rectangle with each token of its path once.
+    """The rectangles of each call.  Each pair of a document and a token before it is in exactly one rectangle.
 
-    parents -1, 0, 0, 0, forks 0, 1, 3, 6 -> [(2, 3), 0, 0, 1], then [(1,), 0, 0, 1], ...
+    parents -1 0 0 0, forks 0 1 3 6 -> [((2, 3), 0, 0, 3)], then [((1,), 0, 0, 1), ((3,), 0, 3, 6)]
     """
     generations: list[dict[int, dict[int, list[int]]]] = []  # of each: parent, fork -> the documents behind the fork
     for document in range(len(branches)):

@@ -35,8 +35,9 @@ class Shapes:
 
     def __getitem__(self, samples: Any) -> "Shapes":
         """The samples of these indices, in this order."""
-        counts = np.diff(self.starts)[samples]
-        documents = runs(self.starts[:-1][samples], counts)
+        numbers = np.asarray(samples, dtype=np.int64)
+        first, counts = self.starts[numbers], self.starts[numbers + 1] - self.starts[numbers]
+        documents = runs(first, counts)
         return Shapes(np.concatenate([[0], np.cumsum(counts)]), self.lengths[documents], self.depths[documents])
 
     def sums(self, values: np.ndarray) -> np.ndarray:

@@ -3,7 +3,7 @@
 Output t of a convolution with n taps reads the tokens t, t - 1, ..., t - n + 1 of its document.  Inside a chunk these
 tokens are the rows before row t.  The edges of a chunk are its first n - 1 rows.  At an edge, some of these tokens are
 not in the chunk.  They are earlier in the document, on this or another rank (the halo of `sft/parallel/halo.py` with
-window n); before a branch (`branches`), they are in its parents.  If a document without parent begins there, they do
+window n); before a branch (`branches`), they are in its ancestors.  If a document without parent begins there, they do
 not exist.
 
     documents of 4 and 2 tokens, one rank, 3 taps       rows 0 1 2 3 | 4 5        edges 0, 4, 1, 5

@@ -49,4 +49,5 @@ class TextParts:
     def of_tokens(self, documents: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """int64 [t]: the part of each token, from its document and its position in the document."""
         size = int(max(self.starts.max(), positions.max(initial=0))) + 1
-        return np.searchsorted(self.documents * size + self.starts, documents * size + positions, side="right") - 1
+        keys = documents.astype(np.int64) * size + positions
+        return np.searchsorted(self.documents * size + self.starts, keys, side="right") - 1

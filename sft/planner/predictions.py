@@ -23,7 +23,7 @@ class Predictions:
     _memories: dict[Choice, Memory] = field(default_factory=dict)
 
     def least_offload(self, choice: Choice) -> Choice:
-        """The choice with the least part of the optimizer in host memory with which it fits the device.
+        """The choice with the smallest offloaded part of the optimizer with which it fits the device.
 
         Device memory is a convex function of this part, so the line between none and all of it is an upper bound.
         """

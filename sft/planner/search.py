@@ -6,7 +6,7 @@ predicted time without savings, without exposed messages over cp and dp, and wit
 lengthen it.  The second bound, and later the memory, are predicted only for nodes that the heap pops.  The first
 complete proposals that the heap pops are the best ones: no heuristic excludes a proposal.
 
-Of an optimizer in host memory, only the part that the device lacks room for is there, in eighths.
+An optimizer is offloaded in steps of 1/8, and no larger part of it than the device needs to fit.
 Only if nothing fits, a second search computes attention by chunks of heads (train.head_chunks).
 """
 

@@ -127,10 +127,10 @@ class CpComm(NamedTuple):
 
 
 class Savings(NamedTuple):
-    """Settings that save device memory, and never save time.  `Savings()` saves nothing.
+    """Settings that save device memory, and cannot shorten a step, except `head_chunks`.  `Savings()` saves nothing.
 
-    head_chunks: the most chunks of heads; `configured` takes the largest number that fits the layout.  It chooses the
-        portable backend, whose kernels may be faster, so no search compares it with None
+    head_chunks: the most chunks of heads; `configured` takes the largest number that fits the layout.  It selects the
+        portable backend, whose kernels may be faster, so all choices of one search have the same value
     """
 
     recompute: Recompute = "none"

@@ -70,7 +70,7 @@ def runs(mb: Microbatch) -> list[tuple[int, int, int]]:
 
 
 def in_documents(mb: Microbatch) -> np.ndarray:
-    """int64 [t]: the position of each token in its document, which begins at the document's depth."""
+    """int64 [t]: the position of each token in its document; 0 for the first token, also in a branch."""
     positions = mb.position_ids[0].numpy()
     return positions if mb.branches is None else positions - mb.branches.depths[mb.documents[0].numpy()]
 

@@ -5,7 +5,7 @@ The probe replaces token ids of one document of a real pack, keeping all lengths
     whole  all tokens of the document are replaced; nothing may change in any other document
     end    its last quarter is replaced; nothing may change in other documents, nor in its own earlier tokens
 
-Branches that continue replaced tokens may change; siblings and the document that a branch continues may not.
+Branches that continue replaced tokens may change.  The parent of a replaced branch and its siblings may not.
 
 Hidden states after every layer and losses must be bitwise equal at every token that may not change.  In the other
 direction, the sum of the losses of these tokens must have a gradient of exactly 0 at every token that was replaced.

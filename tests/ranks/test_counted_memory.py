@@ -10,7 +10,8 @@ QUICK = ("full", "cp")
 MOST = 1.10  # bound of counted / predicted total bytes, in a row that misses a bar of `Comparison`
 # Categories that may miss their bar.  tp: megatron-core keeps buffers of gathered hidden states, 1 MiB each, which the
 # equations leave out.  The same row has 0 to 3 such buffers, depending on what the process ran before.
-KNOWN_MISSES = {"tp": {SAVED, WORKING, "total"}}
+# With cp, a thread of gloo frees gathered keys when it gets the time; on a busy machine some are counted a layer later.
+KNOWN_MISSES = {"tp": {SAVED, WORKING, "total"}, "cp": {SAVED}}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from sft.errors import CheckpointError, StorageError
 from sft.mcore.checkpoint_io import engine_state, metadata_index, rng, safe_reader, save_plans, torch_dist_files
 from tests.ranks import layouts, scenarios
-from tests.ranks.layouts import AUX, CP, MOE, SP
+from tests.ranks.layouts import AUX, CP, LINEAR, MOE, SP
 from tests.ranks.pool import Ranks
 
 SHARDED, WHOLE = "parallel.distributed_optimizer=true", "parallel.distributed_optimizer=false"
@@ -27,6 +27,7 @@ SAME = [
     (2, [SHARDED, BF16]),
     (2, [*SP, SHARDED]),
     (2, CP),
+    (2, [*CP, "data.turns=each", *LINEAR]),
     (2, [*MOE, *AUX, EP2, SHARDED, BF16]),
     (2, [*MOE, *AUX, *SP, WHOLE]),  # experts are reduced over a group of their own: two optimizers in a chain
     (4, [*MOE, *AUX, "parallel.pp=2", "parallel.virtual_stages=2", EP2, WHOLE]),

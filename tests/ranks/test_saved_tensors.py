@@ -69,7 +69,7 @@ def bytes_kept(overrides: Sequence[str], num_layers: int) -> int:
     overrides = [x.replace("ALL", str([*numbers])).replace("ODD", str([*numbers[::2]])) for x in overrides]
     with scenarios.running([*WIDE, *overrides, f"model.num_layers={num_layers}"]) as engine:
         microbatch = one_document(engine)
-        engine._set_denominator([microbatch], 1.0)  # experts have losses of their own, which need a denominator
+        engine._set_denominator([microbatch])  # experts have losses of their own, which need a denominator
         with Alive() as alive:
             hidden = forward(engine, microbatch)
         gc.collect()
@@ -157,7 +157,7 @@ def kept_beyond_full(overrides: Sequence[str]) -> tuple[int, float]:
         with scenarios.running([*overrides, *LONGER, f"train.recompute={recompute}"]) as engine:
             corpus = scenarios.SkewedCorpus([LONG])
             microbatch = scenarios.microbatch_of(engine, [corpus.sample(0)])
-            engine._set_denominator([microbatch], 1.0)
+            engine._set_denominator([microbatch])
             with Alive() as alive:
                 given = iter([("microbatch 1 of 1", microbatch)])
                 outputs = engine._forward_step(lambda *told: None, given, engine.chunks[0].train())

@@ -29,7 +29,7 @@ from sft.errors import DataError
 # text; older stores are then no longer used.  tests/unit/data/cache/test_encoding_version.py fails if it was not.
 ENCODING = "2: the sources of characters decide masks, and text that a template inserts is supervised"
 # Version of the code that decides which rows are unusable.  Stores that skipped no row do not depend on it.
-REFUSALS = "3: rows of tokens that other programs packed or padded are cut into documents"
+REFUSALS = "4: a prompt with a list of one completion is a chat"
 # Version of the code that renders each turn and makes trees.  Stores with data.turns = chat do not depend on it.
 TREES = "1: each supervised turn is the last one of a text"
 _SETTINGS = ("seq_length", "doc_multiple", "over_long", "on_bad_row", "supervise", "supervise_inserted")

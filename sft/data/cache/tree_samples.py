@@ -20,7 +20,7 @@ from sft.parallel.alignment import aligned
 class TreePart(NamedTuple):
     """A sample made of a tree.
 
-    positions  int64 [m]: which tokens of the whole tree the sample has, in the order of its tokens if it is one text
+    positions  int64 [m]: indices of the sample's tokens in the whole tree; in the sample's order if it is one text
     labels     number of supervised labels; a token counts for each text that supervises it
     """
 
@@ -49,18 +49,31 @@ def split_tree(whole: Grown, data: DataConfig) -> Iterator[TreePart]:
     texts, positions = texts_of(whole), [text_positions(whole.tree, number) for number in range(len(whole.tree.ends))]
     longest = max(range(len(texts)), key=lambda number: len(texts[number].tokens))
     if data.over_long == "error" and _is_long(texts[longest], data):
-        yield from _of_long_text(texts[longest], positions[longest], data)  # names a seq_length for all texts
-    group: list[int] = []
+        yield from _of_long_text(texts[longest], positions[longest], data)  # the error names a length that fits all
+    short = [number for number, text in enumerate(texts) if not _is_long(text, data)]
+    while short:
+        count = _most_that_fit([texts[number] for number in short], data)
+        yield _of_group(texts, positions, short[:count])
+        short = short[count:]
     for number, text in enumerate(texts):
         if _is_long(text, data):
             yield from _of_long_text(text, positions[number], data)
-        elif fits(grow([texts[i] for i in (*group, number)]).tree, data):
-            group.append(number)
-        else:
-            yield _of_group(texts, positions, group)
-            group = [number]
-    if group:
-        yield _of_group(texts, positions, group)
+
+
+def _most_that_fit(texts: list[TreeText], data: DataConfig) -> int:
+    """How many of the texts, from the first on, share a sample.  Each fits by itself.  Makes about 2 log2(n) trees."""
+
+    def fit(count: int) -> bool:
+        return fits(grow(texts[:count]).tree, data)
+
+    most = 1
+    while most < len(texts) and fit(min(2 * most, len(texts))):
+        most = min(2 * most, len(texts))
+    too_many = min(2 * most, len(texts) + 1)
+    while too_many - most > 1:
+        middle = (most + too_many) // 2
+        most, too_many = (middle, too_many) if fit(middle) else (most, middle)
+    return most
 
 
 def _is_long(text: TreeText, data: DataConfig) -> bool:

@@ -44,8 +44,8 @@ Supervise = Literal["assistant", "last", "all"]
 class Encoding(NamedTuple):
     """The tokens of a row, int32 [n], their weights in the loss, float32 [n], and the rendered chat.
 
-    rendered     the rendered chat, with a tree that of its last text; None for rows that are no chats, and with the
-                 byte tokenizer
+    rendered     the rendered chat; with a tree, the rendering with the most messages; None for rows that are no chats,
+                 and with the byte tokenizer
     num_before   number of tokens that the tokenizer puts before a plain text; None for other rows
     spelled      control tokens that stayed text, each with the role of its text
     starts       index of the first token of each document; a packed row of tokens has several documents

@@ -11,8 +11,8 @@ A chat without control strings that must stay text is tokenised at once.  In any
 control tokens that contains such a string is tokenised separately, without control tokens.  A tokenisation of the whole
 chat proves that this does not change the rest: in it, private characters of equal length stand in for these strings.
 
-If an earlier rendering of the chat begins with the same text, its tokens are used again, up to a control token before
-which any text can be cut without a change of its other tokens (`TextTokenizer.always_found`).  The rest is tokenised.
+If an earlier rendering of the chat begins with the same text, its tokens are used again up to a control token, at which
+the text can be cut without a change of other tokens (`TextTokenizer.always_found`).  The rest is tokenised.
 """
 
 import re

@@ -27,7 +27,7 @@ class TreeText(NamedTuple):
 
 
 class Grown(NamedTuple):
-    """The tokens of a tree, int32 [n], the sums of the weights that all its texts give to them, and the tree."""
+    """The tokens of a tree, int32 [n], the weight that the first of its texts gives to each, and the tree."""
 
     tokens: np.ndarray
     weights: np.ndarray
@@ -70,7 +70,7 @@ def grow(texts: Sequence[TreeText]) -> Grown:
     of_spans = np.concatenate([weight for _, weight in spans])
     bounds = np.concatenate([bound for bound, _ in spans])
     for (_, start, stop), weight in zip(bounds.tolist(), of_spans, strict=True):
-        weights[start:stop] += weight
+        weights[start:stop] = np.where(weights[start:stop] > 0, weights[start:stop], weight)
     tokens = np.concatenate([document.tokens for document in documents]).astype(np.int32)
     return Grown(tokens, weights, Tree(starts, branches, text_ends, bounds, of_spans))
 

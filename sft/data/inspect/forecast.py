@@ -21,7 +21,7 @@ from sft.data.packing.mixture import Mixture
 from sft.data.packing.plan import PackingPlan
 from sft.data.packing.plan_files import follows_from, write_plans
 from sft.layers.flops import AttentionCost
-from sft.parallel.alignment import aligned, smallest_world
+from sft.parallel.alignment import smallest_world
 from sft.parallel.shapes import SampleSizes, padded
 
 LOOKED_AT = 50  # number of global batches, spread over the epoch, whose balance is computed
@@ -76,12 +76,12 @@ def _packs(config: Config, plan: PackingPlan, corpus: Corpus) -> list[str]:
     packs, size, batch = len(plan), config.data.seq_length, config.train.global_batch_size
     missing = -packs % batch
     capacity = (packs + missing) * size
-    lengths = corpus.lengths[plan.samples]
-    real, padded = int(lengths.sum()), int(aligned(lengths, config.data.doc_multiple).sum())
+    samples = corpus.shapes[plan.samples]
+    real, aligned_tokens = int(np.asarray(samples).sum()), int(padded(samples, config.data.doc_multiple).sum())
     causes = (
         ("tokens", real),
-        ("alignment", padded - real),
-        ("ends of packs", packs * size - padded),
+        ("alignment", aligned_tokens - real),
+        ("ends of packs", packs * size - aligned_tokens),
         (f"empty packs of the last batch ({missing})", missing * size),
     )
     return [

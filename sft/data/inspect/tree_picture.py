@@ -4,7 +4,7 @@
         ####              420 tokens
              ####         410 tokens
 
-Decides the scale, so that the longest text takes 60 characters, and how many documents are shown.
+Decides the scale, so that the longest text takes at most 60 characters, and how many documents are shown.
 """
 
 from collections.abc import Iterator

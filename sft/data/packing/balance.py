@@ -12,7 +12,7 @@ attention(length) is length ** 2 / crossover, and less in layers with a sliding 
     per step        mean cost of a rank / largest cost of a rank; a step ends when the slowest rank has finished
     per microbatch  this ratio if ranks wait for each other after every microbatch, like pipeline stages
 
-The method has four steps:
+The method has these steps:
 
     packs      are sorted by cost and assigned in rows of dp packs; the costliest pack of a row goes to the rank with
                the least cost
@@ -20,6 +20,7 @@ The method has four steps:
                sequences
     sequences  are assigned one by one instead of in packs, if the ranks are still not balanced and if they fit
     rows       are balanced last: a rank distributes the sequences of two of its packs anew
+    level      if all ranks wait for each other in every microbatch, rows are then balanced again (`level.py`)
 """
 
 import heapq
@@ -76,12 +77,13 @@ def assign(
     if dp == 1 or len(ids) == 0:
         return round_robin
     pack_of = np.repeat(np.arange(len(packs)), [len(pack) for pack in packs])
-    longest_first = np.argsort(-np.asarray(lengths[ids]), kind="stable")
-    ids, pack_of = ids[longest_first], pack_of[longest_first]
+    of_ids = costs(lengths[ids], doc_multiple=doc_multiple, attention=attention)
+    costliest_first = np.lexsort((-np.asarray(lengths[ids]), -of_ids))
+    ids, pack_of = ids[costliest_first], pack_of[costliest_first]
     batch = _Batch(
         [np.flatnonzero(pack_of == k).tolist() for k in range(len(packs))],
         sizes=padded(lengths[ids], doc_multiple) // doc_multiple,
-        costs=costs(lengths[ids], doc_multiple=doc_multiple, attention=attention),
+        costs=of_ids[costliest_first],
         limit=seq_length // doc_multiple,
         dp=dp,
     )
@@ -100,7 +102,7 @@ def assign(
 
 
 class _Batch:
-    """The packs of a batch during the assignment.  Sequences are numbered in order of falling length.
+    """The packs of a batch during the assignment.  Sequences are numbered in order of falling cost.
 
     packs, cost  the sequences of each pack, and the cost of these sequences
     ranks, load  the packs of each rank, and the cost of these packs

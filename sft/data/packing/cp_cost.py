@@ -96,7 +96,7 @@ class CpCost(CpBytes):
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """The documents of a global batch, numbered in order of falling length.
+    """The documents of a global batch, numbered in order of falling padded length.  A tree is one document.
 
     ids            int64 [n]: sample id of each document
     sizes          sizes of groups, rising
@@ -124,7 +124,7 @@ class Documents:
         lengths 40 and 90, rank_tokens 64, doc_multiple 8, sizes 1 2 -> longest first: units 12 5, least 1 0; limit 8
         """
         ids = np.asarray(samples, dtype=np.int64)
-        ids = ids[np.argsort(-np.asarray(lengths[ids]), kind="stable")]
+        ids = ids[np.lexsort((-np.asarray(lengths[ids]), -padded(lengths[ids], cost.doc_multiple)))]
         real, limit = lengths[ids], rank_tokens // cost.doc_multiple
         units = padded(real, cost.doc_multiple) // cost.doc_multiple
         least = np.searchsorted(np.array(sizes) * limit, units)

@@ -32,9 +32,10 @@ def fill(
     """
     bins = np.full(len(numbers), -1, dtype=np.int64)
     units, times = documents.units[numbers], documents.times[:, numbers]
+    most = np.maximum.accumulate(units[::-1])[::-1]  # a costlier document with a tree may have fewer units
     placed = 0
     while placed < len(numbers):
-        chosen = _round(load, left, int(units[placed]), times[levels, placed])
+        chosen = _round(load, left, int(most[placed]), times[levels, placed])
         number = min(len(chosen), len(numbers) - placed - BY_HEAP)
         if number >= ROUND:
             chosen, now = chosen[:number], slice(placed, placed + number)
@@ -50,7 +51,9 @@ def fill(
 
 
 def _round(load: np.ndarray, left: np.ndarray, units: int, times: np.ndarray) -> np.ndarray:
-    """The bins of a round, the least loaded first.  units: of the next document; times: its time in each bin
+    """The bins of a round, the least loaded first.
+
+    units: the most units of a document of the round; times: time of the next document in each bin
 
     load 0 1 4 9, times 5 5 5 5, room for all -> 0 1 2
     """

@@ -62,7 +62,10 @@ def packs_of_long(
 
 
 class _LongDocuments:
-    """The documents that have no pack yet.  Lists have an entry for each document, in order of falling length."""
+    """The documents that have no pack yet.  Lists have an entry for each document, in order of falling padded length.
+
+    A document with a tree may take less time than a shorter one.  `_most` holds the longest time from each document on.
+    """
 
     def __init__(self, documents: Documents, numbers: np.ndarray, level: int) -> None:
         self._limits = [size * documents.limit for size in documents.sizes]
@@ -72,9 +75,10 @@ class _LongDocuments:
         self._times: list[list[int]] = documents.times[:, numbers].tolist()
         self._least: list[int] = np.maximum(documents.least[numbers], level).tolist()
         self._work: list[float] = documents.work(documents.least)[numbers].tolist()
+        self._most = np.maximum.accumulate(documents.times[:, numbers][:, ::-1], axis=1)[:, ::-1]
         # Rising, for bisect
         self._by_units = [-units for units in self._units]
-        self._by_time = [[-time for time in times] for times in self._times]
+        self._by_time: list[list[int]] = (-self._most).tolist()
         self._next = list(range(len(self._numbers) + 1))  # leads to the next document without a pack
 
     def packs(self, width: int, mean_ns: float, rule: PackRule) -> list[GroupPack]:
@@ -83,7 +87,7 @@ class _LongDocuments:
             level = self._least[first]
             while level < last and self._times[level][first] > rule.alone * mean_ns:
                 level += 1
-            height = max(rule.least * mean_ns, self._times[level][first])
+            height = max(rule.least * mean_ns, int(self._most[level, first]))
             starts = [self._start(level, self._limits[level], height) for level in range(last + 1)]
             free, opened = width, list[_Open]()
             while free and (chosen := self._chosen(starts, free, rule.by_work)):
@@ -99,7 +103,7 @@ class _LongDocuments:
         return packs
 
     def _start(self, level: int, units: int, time: float) -> int:
-        """The first document with at most this many units that takes at most this time."""
+        """The first document from which on all have at most this many units and take at most this time."""
         return max(bisect_left(self._by_units, -units), bisect_left(self._by_time[level], -time))
 
     def _from(self, document: int) -> int:

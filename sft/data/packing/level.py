@@ -14,11 +14,11 @@ MAX_SPLITS, NUM_PARTNERS = 400, 6  # limits of the time: splits in all, and pack
 
 
 def level(packs: list[list[int]], costs: np.ndarray, splitter: PairSplitter, dp: int) -> list[list[int]]:
-    """Packs with the same sequences, such that the sum of the largest costs of rows of `dp` packs is not higher.
+    """The packs after exchanges of sequences that lower the sum over rows of the largest cost of a pack.
 
     costs: int64, of each sequence
 
-    Costs 5 3 1 1, rows of two packs:  packs (0,) (1, 2) (3,) (), sums 5 4 1 0, rows 5 + 1 -> the same packs
+    Costs 5 3 1 1, packs (0,) (1, 2) (3,) () of costs 5 4 1 0, dp 2 -> the same packs: 5 + 1 cannot be lowered
     """
     packs = list(packs)
     cost = np.array([int(costs[pack].sum()) for pack in packs])
@@ -58,7 +58,7 @@ def _changed(
     """
     dp, first = order.shape[1], int(order[row, 0])
     before = cost[order[:, 0]].sum()
-    partners = [pack for pack in order[:, [dp - 1, dp // 2]].ravel().tolist() if cost[pack] < cost[first]]
+    partners = [pack for pack in order[:, sorted({dp - 1, dp // 2})].ravel().tolist() if cost[pack] < cost[first]]
     for other in sorted(partners, key=lambda pack: (abs(int(cost[pack]) - mean), pack))[:NUM_PARTNERS]:
         split = splitter.split(packs[first], packs[other], max(mean, int(cost[first] + cost[other]) // 2))
         if split:

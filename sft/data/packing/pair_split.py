@@ -6,7 +6,7 @@
     middle  the sequences between long and short: the first pack gets the shortest ones, as many as it needs
     short   the 24 shortest sequences: a subset sum finds which of them bring the first pack to the wanted size
 
-Sequences are numbered in order of falling length.  Sizes are in units of doc_multiple tokens, so sums are small.
+Sequences are numbered in order of falling cost.  Sizes are in units of doc_multiple tokens, so sums are small.
 """
 
 import numpy as np

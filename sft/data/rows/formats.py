@@ -44,7 +44,7 @@ class Chat(NamedTuple):
                `data.supervise` decides which roles can be supervised.
     variables  further variables for the chat template; they replace those of data.chat_template_kwargs
     documents  documents for the chat template
-    others     chats that answer the same prompt otherwise
+    others     the chats with the other answers to the same prompt
 
     Arguments of tool calls are as in the row (`messages.with_arguments`).  The content of an answer with thinking parts
     is a list of {"type": "thinking", "thinking": text} and {"type": "text", "text": text}; other contents are strings.
@@ -147,6 +147,12 @@ def _read_completions(row: Row) -> Chat:
     completions = row["completions"]
     if not isinstance(completions, list) or not completions:
         raise DataError(f"completions must be a list of at least one completion; got {type_name(completions)}.")
+    for key in ("labels", "scores", "rewards"):
+        if isinstance(row.get(key), list):
+            raise DataError(
+                f"the row has {key} beside completions, so not every completion is an answer to learn.  Keep the "
+                f"completions that are whole answers, and remove {key}."
+            )
     chats = []
     for number, completion in enumerate(completions, start=1):
         try:
@@ -244,7 +250,7 @@ _SHAPES: dict[tuple[str, ...], Callable[[Row], Chat | PlainText | Tokenized]] = 
     ("input_ids",): partial(read_tokens, key="input_ids"),
     _TEXT: _read_text,
 }
-_KNOWN = ", or ".join(" and ".join(keys) for keys in _SHAPES if keys != _COMPLETIONS)  # for data.turns = each only
+_KNOWN = ", or ".join(" and ".join(keys) for keys in _SHAPES if keys != _COMPLETIONS)  # data.turns = chat refuses it
 _CHATS = (
     ("messages",),
     ("conversations",),

@@ -20,8 +20,8 @@ def recomputed(
     weights: all other tensors that `function` uses.  With a tile, each one that requires a gradient must be a parameter
         with a `main_grad`
     tile: number of rows of `hidden` to which the function is applied at a time, forward and backward; None: all rows
-    is_last: whether the function is the last of a layer that core computes again.  Then nobody reads the result or its
-        gradient: the result has no values, and the gradient of `hidden` takes the memory of the result's gradient
+    is_last: whether the function is the last of a layer that core computes again.  Then the result has no values,
+        because nobody reads them, and the gradient of `hidden` is written over the gradient of the result
     """
     out: Tensor = _TiledRecompute.apply(function, tile, is_last, hidden, *(w for w in weights if w.requires_grad))
     return out

@@ -6,13 +6,13 @@ the window of the chunk's first query.  The causal mask is aligned to the bottom
 last key.  With context parallelism both chunks of a rank need a document's early keys, so the two sequences together
 have 1 + 1 / (2 cp) times as many keys as the document.  No tensor has size tokens x tokens.
 
-A branch (sft/parallel/branches.py) also attends to tokens of its parents, in further calls without a mask
+A branch (sft/parallel/branches.py) also attends to tokens of its ancestors, in further calls without a mask
 (sft/parallel/rectangles.py).  Two results for the same queries are merged exactly, by their log-sum-exps:
 
     lse = logaddexp(lse1, lse2)    out = out1 * exp(lse1 - lse) + out2 * exp(lse2 - lse)
 
 Backward gives `out` and `lse` of all keys to each call, and adds the gradients.  With a window, the last keys of the
-parents are copied before each chunk instead (sft/parallel/halo.py).
+ancestors are copied before each chunk instead (sft/parallel/halo.py).
 
 The kernels of libraries (`Operators`) are in flash2.py (torch's own), flash3.py (flash-attn-3), flash4.py
 (flash-attn-4) and ffpa.py (ffpa-attn).  torch's kernel needs values that are as wide as keys.  Narrower values are

@@ -2,8 +2,8 @@
 
     LocalKeys        cp 1: the rank has all keys, and nothing is sent
     AllGatheredKeys  cp > 1: every rank gets the keys of the whole pack, one head group at a time
-    HaloKeys         cp > 1 and a sliding window: a rank gets the keys before its chunks, by one all-to-all
-                     (sft/parallel/halo.py)
+    HaloKeys         a sliding window, with cp > 1 or with branches: a rank gets the keys before its chunks, by one
+                     all-to-all (sft/parallel/halo.py); with cp 1 it copies them
 
 Gathered keys and values are not saved: backward gathers them again.  Gradients of keys and values are summed over
 chunks and ranks in fp32 or float64.

@@ -46,7 +46,7 @@ class Queries(NamedTuple):
     start     index of the first query among the local queries
     length    number of queries
     position  position of the first query; positions count from the same token as those of the keys
-    keys      for a branch, the first keys of its parents, then the keys of its document
+    keys      for a branch, the first keys of its ancestors, then the keys of its document
     """
 
     start: int

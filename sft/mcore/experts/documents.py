@@ -13,7 +13,7 @@ from sft.parallel.text_parts import TextParts
 
 @dataclass(frozen=True)
 class TokenDocuments:
-    """The document of each token of this rank in a microbatch.  In a pack with trees, the part of its texts.
+    """The document of each local token of a microbatch; in a pack with trees, its part of a document (`TextParts`).
 
     numbers     int32 [t], number of each token's document or part in the pack; -1 for padding
     count       number of documents or parts of the whole pack, filler documents included
@@ -37,13 +37,17 @@ class TokenDocuments:
             return self.is_real.long()
         return self.in_text.sum(0).long()[self.numbers.clamp(min=0).long()] * self.is_real
 
+    def count_of(self, table: Tensor) -> Tensor:
+        """bool [t, n] -> int64 [n]: number of tokens where the table is true; each counts for each of its texts."""
+        return table.sum(0) if self.in_text is None else (table * self.times()[:, None]).sum(0)
+
     def by_text(self, table: Tensor) -> Tensor:
         """Sums over documents or parts, [count, n] -> sums over texts, [texts, n]."""
         return table if self.in_text is None else self.in_text.to(table.dtype) @ table
 
 
 def numbered(mb: Microbatch, device: torch.device) -> tuple[Tensor, int, Tensor | None]:
-    """For each local token the number of its document or part, -1 for padding: int32 [1, t].
+    """The number of each local token's document or part, -1 for padding: int32 [1, t].
 
     Also returns `count` and `in_text` of `TokenDocuments`.  All tensors are on the device.
     """

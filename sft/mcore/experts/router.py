@@ -92,10 +92,9 @@ class Router(TopKRouter):
         else:
             sent = chosen | self._in_turn(len(real), chosen.device) & ~real
         if self.training and torch.is_grad_enabled():
-            times = documents.times()[:, None]
-            self._add(slice(self.num_experts), (chosen * times).sum(0))
-            self._add(_DROPPED, ((chosen & ~sent) * times).sum())
-            self._add(_TOKENS, times.sum())
+            self._add(slice(self.num_experts), documents.count_of(chosen))
+            self._add(_DROPPED, documents.count_of(chosen & ~sent).sum())
+            self._add(_TOKENS, documents.count_of(real).sum())
             weights = self._balanced(weights, logits, routing, documents)
         return weights, sent
 

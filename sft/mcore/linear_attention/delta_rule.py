@@ -8,8 +8,8 @@ q and k are first divided by their L2 norms, and q is also divided by sqrt(K).  
 j * r to j * r + r - 1, where r = value heads / key heads.
 
 A fragment is a run of consecutive tokens of one document on one rank.  The state after it is an affine function of the
-state before it: S_out = A S_in + B.  A and B are the fragment's map.  The state before a fragment is zero, unless the
-fragment is linked and is not the first of its document: then it is the state after the document's preceding fragment.
+state before it: S_out = A S_in + B.  A and B are the fragment's map.  The state before a linked fragment is that after
+its predecessor (sft/parallel/fragments.py).  The state before a fragment without one, or that is not linked, is zero.
 """
 
 from collections.abc import Sequence

@@ -5,8 +5,8 @@
        pass from fragment to fragment (state_passing.py).
     3. Outputs of short documents are sent back.
 
-With cp 1, nothing is sent.  A document without branches is one fragment, and nothing is copied unless trees lie behind
-such documents.
+With cp 1, nothing is sent, and a document without branches is one fragment.  Tokens are copied only if a document of a
+tree comes after a document without a tree, because a rank computes the documents of trees first.
 """
 
 from collections.abc import Callable, Sequence

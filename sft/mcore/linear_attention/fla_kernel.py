@@ -4,7 +4,7 @@ FLA computes in Triton, with fp32 states between chunks and bf16 products within
 the delta rule, fla_layer.py those of the convolution and of the gated norm.  Nothing is saved for backward but the
 inputs.
 
-Fragments whose states pass between ranks come first, and only they have tensors of states.  So the linked fragments and
+Fragments between which states pass come first, and only they have tensors of states.  So the linked fragments and
 the others are two parts, and each part is a run of FLA's kernels.  Most microbatches have one part.
 
 No pass makes the host wait for the GPU: everything that kernels need about fragments is computed on the host once for

@@ -31,6 +31,9 @@ class FlaConvolutionPlan:
     chunk_indices  as in `fla_rule.Part`
     local_slots, local_rows        int64: the row sequence * n + column of a state that is a local token, and this token
     received_slots, received_rows  int64: the same for received tokens
+    local_tokens, local_numbers    int64: each local token of a state once, and for each slot its index among them.  The
+                                   states of several branches may hold the same token
+    received_tokens, received_numbers  int64: the same for received tokens
     """
 
     halo: ConvolutionPlan
@@ -40,6 +43,10 @@ class FlaConvolutionPlan:
     local_rows: Tensor
     received_slots: Tensor
     received_rows: Tensor
+    local_tokens: Tensor
+    local_numbers: Tensor
+    received_tokens: Tensor
+    received_numbers: Tensor
 
     @staticmethod
     def of(taps: Taps, device: torch.device) -> "FlaConvolutionPlan":
@@ -60,6 +67,9 @@ class FlaConvolutionPlan:
             "received_slots": slot[~is_local],
             "received_rows": source[~is_local] - num_tokens,
         }
+        for name in ("local", "received"):
+            tokens, numbers = np.unique(arrays[f"{name}_rows"], return_inverse=True)
+            arrays |= {f"{name}_tokens": tokens, f"{name}_numbers": numbers}
         on_device = {name: send(torch.from_numpy(np.ascontiguousarray(x)), device) for name, x in arrays.items()}
         return FlaConvolutionPlan(halo=ConvolutionPlan.of(taps, device), **on_device)
 
@@ -68,7 +78,7 @@ class FlaConvolutionPlan:
         return {"cu_seqlens": self.boundaries, "chunk_indices": self.chunk_indices}
 
     def initial_states(self, x: Tensor, received: Tensor, num_taps: int) -> Tensor | None:
-        """[sequences, channels, n], or None if all sequences start with the first token of a document."""
+        """[sequences, channels, n], or None if no token comes before any sequence."""
         if not len(self.local_rows) + len(self.received_rows):
             return None
         states = x.new_zeros(((len(self.boundaries) - 1) * num_taps, x.shape[1]))
@@ -79,8 +89,15 @@ class FlaConvolutionPlan:
     def add_gradients(self, dstates: Tensor, dx: Tensor, dreceived: Tensor) -> None:
         """Add the gradients of initial states to those of the tokens in them."""
         by_slot = dstates.transpose(1, 2).flatten(0, 1)
-        dx.index_add_(0, self.local_rows, by_slot.index_select(0, self.local_slots))
-        dreceived.index_add_(0, self.received_rows, by_slot.index_select(0, self.received_slots))
+        for gradient, slots, tokens, numbers in (
+            (dx, self.local_slots, self.local_tokens, self.local_numbers),
+            (dreceived, self.received_slots, self.received_tokens, self.received_numbers),
+        ):
+            total = by_slot.new_zeros(
+                (len(tokens), by_slot.shape[1]), dtype=torch.float32
+            )  # one rounding for all branches
+            total.index_add_(0, numbers, by_slot.index_select(0, slots).float())
+            gradient.index_add_(0, tokens, total.to(gradient.dtype))
 
 
 def call_convolution(

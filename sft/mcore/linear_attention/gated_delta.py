@@ -1,10 +1,10 @@
-"""The gated delta rule with its gradients, also if the state of a fragment comes from another rank.
+"""The gated delta rule with its gradients, also if the state of a fragment comes from another fragment or rank.
 
-With context parallelism, a long document is cut into fragments.  Each rank computes the affine map of each of its
-fragments, S_out = A S_in + B.  The ranks compose the maps in document order, which gives the initial state of every
-fragment.  Then each rank runs its fragments from these states.  Backward passes the gradients of states in the opposite
-order.  A and B need no gradients: `Kernel.backward` gets the gradient of a fragment's last state, and propagates it to
-the inputs.
+With context parallelism, a long document is cut into fragments, and a tree always is, at its forks.  Each rank computes
+the affine map of each of its fragments, S_out = A S_in + B.  The ranks compose the maps in document order, which gives
+the initial state of every fragment.  Then each rank runs its fragments from these states.  Backward passes the
+gradients of states in the opposite order.  A and B need no gradients: `Kernel.backward` gets the gradient of a
+fragment's last state, and propagates it to the inputs.
 """
 
 from typing import Any

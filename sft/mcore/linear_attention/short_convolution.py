@@ -2,9 +2,10 @@
 
     z[t] = sum over s = 0 .. n - 1 of weight[:, n - 1 - s] * x[t - s]        out[t] = silu(z[t])
 
-Tokens before the start of a document count as zeros.  Under context parallelism, ranks send each other the n - 1 tokens
-before their chunks, and backward returns the gradients of these tokens.  The input and the received tokens are saved;
-backward computes z again.  The arithmetic is in fp32 or float64, on a block of channels at a time.
+Tokens before the start of a text count as zeros; before a branch are those of its parent.  Under context parallelism,
+ranks send each other the n - 1 tokens before their chunks, and backward returns the gradients of these tokens.  The
+input and the received tokens are saved; backward computes z again.  The arithmetic is in fp32 or float64, on a block of
+channels at a time.
 """
 
 from dataclasses import dataclass

@@ -10,8 +10,8 @@ D_f is the gradient of the state after f, where G_s is the gradient of S_s throu
 
     D_f = sum of A_s^T D_s + G_s over all fragments s whose predecessor is f
 
-Both recurrences go through the fragments of the pack level by level: level 0 has no predecessors, level i + 1 has those
-in level i.  The fragments of long documents without branches are their chunks 0 .. 2 cp - 1, each on its own level.
+Both recurrences go through the fragments of the pack level by level.  A fragment of level 0 has no predecessor, and the
+predecessor of a fragment of level i + 1 is in level i.  Chunk i of a long document without branches is in level i.
 Each level but the last is one batched product, however many branches there are.
 
 An all-to-all sends the maps of each head from all ranks to one rank, which composes them.  A second all-to-all returns

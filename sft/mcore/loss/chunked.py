@@ -1,6 +1,6 @@
 """Computes all logits at once, but the softmax and its gradient in chunks of tokens.
 
-The logits and their gradient each exist once, in the dtype of the logits.
+The logits and their gradient each exist once, in the dtype of the logits; twice if a token has several targets.
 """
 
 from operator import itemgetter

@@ -79,16 +79,18 @@ def correct_labels(
     *,
     out: Tensor,
 ) -> None:
-    """Write the gradient with respect to the scores of further labels to `out`, where `gradient` took them for other
-    scores.
+    """Write the gradient with respect to the scores of further labels to `out`, in which `gradient` has written the
+    gradient of scores that are no label.
 
-    index, labels: int64 [m], the row and the label of each; rows, coefficients: [m], statistics of these labels, and
-    the coefficients of their rows with `label` for these labels
+    index, labels: int64 [m], the row and the label of each target; rows: [m], statistics of these targets
+    coefficients: [m], those of the rows, but with the `label` of these targets
     """
     assert rows.lse is not None
     own, column = _own(labels - shard.first, shard.num_real)
-    exact = _label_gradient(rows.logprob, rows.lse, coefficients, shard.softcap).to(out.dtype)
-    out.index_put_((index, column), torch.where(own, exact, out[index, column]))
+    exact = _label_gradient(rows.logprob, rows.lse, coefficients, shard.softcap)
+    # Added, because labels of other shards have the column of an own label here.
+    change = torch.where(own, exact - out[index, column], 0.0).to(out.dtype)
+    out.index_put_((index, column), change, accumulate=True)
 
 
 @functools.cache

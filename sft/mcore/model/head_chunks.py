@@ -7,7 +7,7 @@ A chunk is some of a rank's key heads, with the query heads that use them:
 
 Autograd saves the normed input, the output of all heads, and its log-sum-exp.  Backward projects a chunk again.  So the
 queries, keys and values of all heads of a rank's tokens never exist at once, nor do their gradients; the normed input,
-the output, and the gradients of these two do.  The idea is published as UPipe (arXiv:2602.21196), for all-to-all.
+the output, and the gradients of these two do.  UPipe (arXiv:2602.21196) published the idea for all-to-alls.
 
 A chunk owns rows of linear_qkv, so the gradient of the weight is computed once, by rows, and autograd gets it whole.
 The sum of the chunks' gradients of the normed input is rounded to its dtype after each chunk.

@@ -53,6 +53,7 @@ class UnitPasses:
                 param.register_post_accumulate_grad_hook(partial(_call, add_gradient, number))
 
     def begin_forward(self) -> None:
+        assert not self._in_backward, "an error ended the last backward pass; a run does not go on after one"
         self._last_used = -1
 
     def end_forward(self, output: Any) -> None:

@@ -33,14 +33,14 @@ def held_out(run: Path) -> list[tuple[int, float]]:
     return [(record["step"], record["lm loss"]) for record in records if record["kind"] == "eval"]
 
 
-def test_memory_for_copies_is_prepared_before_the_first_step(
+def test_memory_for_copies_is_prepared_after_each_step(
     engines: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[int] = []
-    monkeypatch.setattr(Saver, "prepare", lambda self, engine: steps.append(engine.step))
+    monkeypatch.setattr(Saver, "prepare", lambda self, engine, step, num_steps: steps.append(step))
     engines.start(tmp_path, VALUES, End("stop", "train", 3))
     engines.start(tmp_path, VALUES, End("stop", "train", 6))
-    assert steps == [0, 3]
+    assert steps == [1, 2, 3, 4, 5, 6]
 
 
 def test_another_metric_starts_judging_anew(engines: Runs, tmp_path: Path) -> None:

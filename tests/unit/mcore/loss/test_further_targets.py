@@ -11,7 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sft.batch import BranchTargets
 from sft.config import LossConfig
-from sft.mcore.loss import Targets, lm_loss
+from sft.mcore.loss import RowStatistics, Targets, VocabShard, lm_loss
+from sft.mcore.loss.objective import GradientCoefficients
+from sft.mcore.loss.softmax import correct_labels
 from tests.unit.loss_cases import (
     EXACT_TOLERANCE,
     GRADIENT_TOLERANCE,
@@ -98,3 +100,19 @@ def test_the_tolerances_notice_one_target() -> None:
     a, b = expected(whole), expected(fewer)
     assert abs(float(a.loss - b.loss)) > 1e4 * max(LOSS_TOLERANCE, EXACT_TOLERANCE) * float(a.loss)
     assert error(b.weight, a.weight) > 1e3 * GRADIENT_TOLERANCE
+
+
+@pytest.mark.parametrize("labels", [[16, 3], [3, 16], [23, 99], [99, 23]])
+def test_a_label_of_another_shard_changes_no_score_of_this_one(labels: list[int], group: dist.ProcessGroup) -> None:
+    """This shard has the ids 16 to 23; the other label of the token is clamped to the column of the own one."""
+    shard = VocabShard(weight=torch.zeros(8, 4), first=16, num_real=8, group=group, sequence_parallel=False)
+    own = labels.index(16 if 16 in labels else 23)
+    logprob = torch.tensor([-1.0, -2.0])
+    rows = RowStatistics(logprob, torch.zeros(2), None, torch.zeros(2))
+    coefficients = GradientCoefficients(softmax=torch.ones(2), entropy=None, label=torch.tensor([-0.5, -0.25]))
+    out = torch.full((1, 8), 7.0)
+    correct_labels(torch.zeros(2, dtype=torch.int64), torch.tensor(labels), rows, coefficients, shard, out=out)
+    column = labels[own] - 16
+    expected = float(logprob[own].exp() + coefficients.label[own])
+    assert out[0, column].item() == pytest.approx(expected, abs=1e-6)  # a sum with 7.0 rounds
+    assert (torch.cat((out[0, :column], out[0, column + 1 :])) == 7.0).all()

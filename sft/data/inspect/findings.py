@@ -23,6 +23,7 @@ from sft.console import Console
 from sft.data.cache.corpus import Corpus
 from sft.data.cache.omissions import FileOmission
 from sft.data.cache.truncation import turns
+from sft.data.chat.tree import text_positions
 from sft.data.inspect.counts import DataSet
 from sft.data.read.rows import DataFile, row_name
 from sft.parallel.alignment import aligned
@@ -83,7 +84,7 @@ def scan(corpus: Corpus, ends_of_turn: Sequence[int], console: Console) -> Scan:
         for sample_id, (window, of) in enumerate(windows):
             sample = corpus.sample(sample_id)
             starts, ends, sizes = _turns_of(sample)
-            digests += _digests(sample, starts, ends, has_prompt=window == 1 and sample.tree is None)
+            digests += _digests(sample, starts, ends, has_prompt=window == 1)
             is_open = ~np.isin(sample.tokens[ends - 1], ends_of_turn)
             if window < of and sample.tree is None and len(ends) and ends[-1] == len(sample.tokens) and is_open[-1]:
                 is_open = is_open[:-1]  # the turn continues in the next window and is counted there
@@ -116,7 +117,14 @@ def _sample_lines(corpus: Corpus) -> np.ndarray:
 
 
 def _digests(sample: Sample, starts: np.ndarray, ends: np.ndarray, *, has_prompt: bool) -> bytes:
-    """The digests of all tokens, of the prompt and of the opening, concatenated."""
+    """The digests of all tokens, of the prompt and of the opening, concatenated; of a tree, those of its first text."""
+    if sample.tree is not None and has_prompt:
+        in_sample = text_positions(sample.tree, 0)
+        _, first, stop = sample.tree.spans[0].tolist()
+        start = int(np.flatnonzero(in_sample == first)[0])
+        of_text = sample.tokens[in_sample[: start + stop - first]]
+        parts = sample.tokens, of_text[:start], of_text
+        return b"".join(blake2b(np.ascontiguousarray(part).data, digest_size=_DIGEST_BYTES).digest() for part in parts)
     start, end = (int(starts[0]), int(ends[0])) if len(starts) else (0, 0)
     digest = blake2b(sample.tokens[:start].data, digest_size=_DIGEST_BYTES)
     prompt = digest.digest()

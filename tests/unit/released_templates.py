@@ -4,8 +4,10 @@ Decides which templates of docs/reference/models.md are tested.  The repository 
 read from the installed package, and none of its code runs.
 """
 
+from collections.abc import Callable
 from copy import deepcopy
 from datetime import datetime
+from functools import cache
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -166,3 +168,11 @@ class Model:
                 messages, tools_of(chat), return_dict=True, return_assistant_tokens_mask=True
             )
         return both["input_ids"], both["assistant_masks"]
+
+
+Models = Callable[[str], Model]
+
+
+def made_once(folder: Callable[[str], Path]) -> Models:
+    """A function that makes the model of a family when it is first asked for.  folder: makes a folder of this name"""
+    return cache(lambda name: Model(folder(name), name, FAMILIES[NAMES.index(name)]))

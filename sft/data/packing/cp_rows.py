@@ -66,7 +66,7 @@ def packs_of_rows(
     work = float(documents.work(documents.least).sum())
     number = max(1, -(-int(documents.units.sum()) // (num_ranks * documents.limit)))
     mean_ns, enough_ns = work / num_ranks / number, documents.bound_ns(num_ranks) * ENOUGH
-    grid, plans = _Grid(documents, wait_ranks, num_ranks // wait_ranks, multiple), list[_Rows]()
+    grid, plans = _Grid(documents, wait_ranks, num_ranks // wait_ranks, multiple), list[_PlannedRows]()
     spent = 0
     for rule in rules:
         most = max(rule.short * mean_ns, float(documents.times[0][MAX_LONG:].max(initial=0)))
@@ -94,7 +94,7 @@ class _Grid:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Rows:
+class _PlannedRows:
     """Packs in rows, before short documents are placed.
 
     packs, short         packs of long documents, and numbers of short documents
@@ -117,7 +117,7 @@ class _Rows:
     step_ns: float
 
 
-def _planned(grid: _Grid, packs: list[GroupPack], short: np.ndarray, number: int) -> _Rows:
+def _planned(grid: _Grid, packs: list[GroupPack], short: np.ndarray, number: int) -> _PlannedRows:
     """Assigns packs to rows, and sets the targets of rows.  Adds microbatches until short documents should fit.
 
     number  the least number of microbatches
@@ -161,13 +161,13 @@ def _planned(grid: _Grid, packs: list[GroupPack], short: np.ndarray, number: int
     for _ in range(16):
         step = (low + high) / 2
         low, high = (low, step) if taken(step) >= work else (step, high)
-    return _Rows(
+    return _PlannedRows(
         packs=packs, short=short, level=level, time=time, left=left, domain=domain, microbatch=microbatch,
         target=target(high), number=number, step_ns=high + number * documents.microbatch_ns,
     )  # fmt: skip
 
 
-def _filled(grid: _Grid, rows: _Rows) -> tuple[float, list[Placed]]:
+def _filled(grid: _Grid, rows: _PlannedRows) -> tuple[float, list[Placed]]:
     """The predicted time of the step, and all packs with their ranks and the short documents.
 
     If documents fit into no pack, microbatches are added.
@@ -190,7 +190,7 @@ def _filled(grid: _Grid, rows: _Rows) -> tuple[float, list[Placed]]:
     return step_ns, _placed(grid, rows, numbers)
 
 
-def _placed(grid: _Grid, rows: _Rows, numbers: list[list[int]]) -> list[Placed]:
+def _placed(grid: _Grid, rows: _PlannedRows, numbers: list[list[int]]) -> list[Placed]:
     """The packs with their ranks.  Large groups come first in a row, so each begins at a multiple of its size."""
     next_rank: dict[tuple[int, int], int] = {}
     placed = []

@@ -92,14 +92,14 @@ class HeadChunks:
         Core's method does it, in a copy of this module that has the heads of a chunk.
         """
         part = copy.copy(self)
-        part.__dict__["_modules"] = {**self._modules, "linear_qkv": _Projected()}
+        part.__dict__["_modules"] = {**self._modules, "linear_qkv": _ChunkProjection()}
         part.num_attention_heads_per_partition //= self.num_chunks
         part.num_query_groups_per_partition //= self.num_chunks
         method: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]] = part.get_query_key_value_tensors
         return method
 
 
-class _Projected(torch.nn.Module):
+class _ChunkProjection(torch.nn.Module):
     """Takes the place of linear_qkv for a module that gets what linear_qkv gave."""
 
     def forward(self, mixed: Tensor) -> tuple[Tensor, None]:

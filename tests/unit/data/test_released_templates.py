@@ -3,7 +3,6 @@
 The table of docs/concepts/masks.md is compared with the results.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,24 +11,16 @@ from jinja2 import TemplateError
 from sft.errors import DataError
 from tests.unit.fixtures.model_folder import pieces_of
 from tests.unit.released_chats import CHATS, OF_ASSISTANT, WORD, tools_of, words_of
-from tests.unit.released_templates import FAMILIES, NAMES, Model, folder_of_templates
+from tests.unit.released_templates import NAMES, Model, Models, folder_of_templates, made_once
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/concepts/masks.md"
 # Templates of trl whose models are not in docs/reference/models.md.
 OTHERS = "cohere diffusion_gemma idefics3 lfm2 llava_next muse_glimmer nemotron phi3_5 smolvlm".split()
-Models = Callable[[str], Model]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    made: dict[str, Model] = {}
-
-    def get(name: str) -> Model:
-        if name not in made:
-            made[name] = Model(tmp_path_factory.mktemp(name), name, FAMILIES[NAMES.index(name)])
-        return made[name]
-
-    return get
+    return made_once(tmp_path_factory.mktemp)
 
 
 def table() -> dict[str, dict[str, str]]:

@@ -1,7 +1,5 @@
 """Traces of tool calls under released templates: each turn is trained as the last one of `apply_chat_template`."""
 
-from collections.abc import Callable
-
 import pytest
 
 from sft.data.chat.encode_chat import Encoding, encode_chat, encode_turns
@@ -10,7 +8,7 @@ from sft.data.rows.formats import Chat, read_row
 from tests.unit.data.traces import TOOLS, as_row, trace
 from tests.unit.fixtures.model_folder import pieces_of
 from tests.unit.released_chats import Message, for_transformers
-from tests.unit.released_templates import FAMILIES, NAMES, Model, at_the_default_date
+from tests.unit.released_templates import Model, Models, at_the_default_date, made_once
 
 TRACES = {"one": trace(1, 6), "many": trace(3)}
 # Tokens of all texts, of the tree, and documents.  A token is a byte, or a control token.
@@ -25,19 +23,11 @@ STORED = {
     "deepseekv3": {"one": (6912, 1741, 1), "many": (18902, 2967, 1)},
     "gemma4": {"one": (19510, 4486, 1), "many": (33468, 9081, 3)},
 }
-Models = Callable[[str], Model]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    made: dict[str, Model] = {}
-
-    def get(name: str) -> Model:
-        if name not in made:
-            made[name] = Model(tmp_path_factory.mktemp(name), name, FAMILIES[NAMES.index(name)])
-        return made[name]
-
-    return get
+    return made_once(tmp_path_factory.mktemp)
 
 
 def rendered(model: Model, messages: list[Message], *, prompt: bool = False) -> list[int]:

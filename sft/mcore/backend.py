@@ -68,6 +68,7 @@ class AttentionBackend(ABC):
 
     name: ClassVar[str]  # the value of attention.backend in the recipe
     latent_attention: Callable[..., Any]  # makes a `CoreAttention` of latent_attention/core_attention.py
+    computes_branches: ClassVar[bool] = False  # whether attention computes documents that continue others
     attention_rotates: bool  # attention rotates queries and keys in plain torch; False: core does, in a fused kernel
 
     def __init__(
@@ -121,6 +122,7 @@ class AttentionBackend(ABC):
         The padded boundaries also stand for the unpadded ones: causal attention never attends to padding at the end of
         a document.  Some releases of Transformer Engine drop keys if the two kinds of boundaries differ.
         """
+        assert branches is None or self.computes_branches, f"attention of {self.name} has no branches"
         boundaries = send(cu_seqlens, positions.device)
         is_dynamic = self.config.parallel.dynamic_cp
         return PackedDocuments(
@@ -135,9 +137,16 @@ class AttentionBackend(ABC):
             local_cp_size=cp.size if is_dynamic else None,  # core: None keeps the group of the run
             cp=cp,
             num_parts=len(cu_seqlens) - 1,
+            kernels=self.microbatch_kernels(cu_seqlens, cp, positions.device, branches),
             rotation=self._rotation("all", positions),
             window_rotation=self._rotation("windows", positions),
         )
+
+    def microbatch_kernels(
+        self, cu_seqlens: Tensor, cp: CpGroup, device: torch.device, branches: Branches | None
+    ) -> Mapping[LayerKind, AttentionKernel]:
+        """The kernels of softmax attention for a microbatch; empty if the library of the backend has its own."""
+        return {}
 
     def _rotation(self, layers: str, positions: Tensor) -> Rotation | None:
         positions_config = self._ropes[layers]

@@ -18,7 +18,7 @@ from sft.config import Config, ModelConfig
 from sft.config.mixer_section import LayerKind
 from sft.layers.kinds import all_layer_groups, model_of_kind
 from sft.mcore.attention import rope
-from sft.mcore.attention.packed_attention import AttentionSetting, packed_attention
+from sft.mcore.attention.packed_attention import AttentionKernel, AttentionSetting, packed_attention
 from sft.mcore.backend import AttentionBackend, PackedDocuments
 from sft.mcore.backends.kernels import Chosen
 from sft.mcore.latent_attention.core_attention import SharedLatents
@@ -34,6 +34,7 @@ class Portable(AttentionBackend):
     name = "portable"
     latent_attention = SharedLatents
     attention_rotates = True
+    computes_branches = True
 
     def __init__(
         self, config: Config, reason: str, chosen: Mapping[LayerKind, Chosen], library: ModuleLibrary | None = None
@@ -49,21 +50,14 @@ class Portable(AttentionBackend):
         attention.core_attention = partial(PortableAttention, model=self.config.model)
         return spec
 
-    def documents(
-        self,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        positions: Tensor,
-        cp: CpGroup,
-        branches: Branches | None = None,
-    ) -> PackedDocuments:
-        packed = super().documents(cu_seqlens, max_seqlen, positions, cp, branches)
+    def microbatch_kernels(
+        self, cu_seqlens: Tensor, cp: CpGroup, device: torch.device, branches: Branches | None
+    ) -> Mapping[LayerKind, AttentionKernel]:
         boundaries = cu_seqlens.cpu().numpy()
-        packed.kernels = {
-            kind: self.kernels[kind](boundaries, cp.size, cp.rank, positions.device, window=window, branches=branches)
+        return {
+            kind: self.kernels[kind](boundaries, cp.size, cp.rank, device, window=window, branches=branches)
             for kind, window in self._windows.items()
         }
-        return packed
 
 
 class PortableAttention(OwnWeights):

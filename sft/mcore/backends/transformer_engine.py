@@ -21,8 +21,6 @@ from sft.mcore.attention import rope
 from sft.mcore.backend import AttentionBackend, PackedDocuments
 from sft.mcore.latent_attention.core_attention import ExpandedKeys
 from sft.mcore.modules import choice
-from sft.parallel.branches import Branches
-from sft.parallel.cp_group import CpGroup
 
 # For each cp_comm, the first release of Transformer Engine that accepts packed documents with it, by its source code.
 _PACKED_SINCE = {"a2a": (2, 10), "all_gather": (2, 18), "a2a+p2p": (2, 19)}
@@ -40,17 +38,6 @@ class TransformerEngine(AttentionBackend):
         reason = f"Transformer Engine; {problem}" if problem else "Transformer Engine"
         super().__init__(config, reason, choice.for_te_attention(config))
         self.attention_rotates = problem is not None
-
-    def documents(
-        self,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        positions: Tensor,
-        cp: CpGroup,
-        branches: Branches | None = None,
-    ) -> PackedDocuments:
-        assert branches is None, "Transformer Engine's attention over packed documents has no branches"
-        return super().documents(cu_seqlens, max_seqlen, positions, cp)
 
     def with_attention(self, spec: ModuleSpec) -> ModuleSpec:
         if self.config.model.latent_attention.is_used:  # `ExpandedKeys` does both

@@ -102,9 +102,12 @@ class RowStatistics(NamedTuple):
                 target[part] = source
 
     def by_text(self, counts: np.ndarray) -> "RowStatistics":
-        """Copies on the CPU with each target repeated as often as texts supervise it.  counts: int64 [n]"""
+        """Copies on the CPU with each target repeated as often as texts supervise it.  counts: int64 [n]
+
+        The result has no `lse`, because each copy is a wait for the GPU.
+        """
         repeats = torch.from_numpy(counts)
-        return self.map(lambda column: column.cpu().repeat_interleave(repeats))
+        return self._replace(lse=None).map(lambda column: column.cpu().repeat_interleave(repeats))
 
     def followed_by(self, rows: "RowStatistics") -> "RowStatistics":
         """The statistics of these targets, and then of others."""

@@ -45,7 +45,7 @@ class Chunks:
         dtype = inputs.state_dtype
         q, k, v = (gathered(x, block).to(dtype) for x in inputs[:3])
         g, beta = (without_padding(gathered(x[..., None], block), block) for x in inputs[3:])
-        q_scale, k_scale = _inverse_norm(q) * q.shape[-1] ** -0.5, _inverse_norm(k)
+        q_scale, k_scale = inverse_norm(q) * q.shape[-1] ** -0.5, inverse_norm(k)
         sums = running_sums(g[..., 0].double())
         return Chunks(block, q * q_scale, k * k_scale, q_scale, k_scale, v, beta.to(dtype), sums)
 
@@ -199,7 +199,7 @@ def gradients(chunks: Chunks, state: Tensor, grad: Tensor, dstate: Tensor) -> In
     return Inputs(dq, dk, dv, sums_to_end(ds), dbeta)
 
 
-def _inverse_norm(x: Tensor) -> Tensor:
+def inverse_norm(x: Tensor) -> Tensor:
     return torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
 
 

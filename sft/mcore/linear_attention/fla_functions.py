@@ -27,15 +27,24 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
     "fla.ops.gated_delta_rule.chunk_fwd": {"chunk_gated_delta_rule_fwd_intra": "k v g beta chunk_size" + _PACK},
     "fla.ops.gated_delta_rule.wy_fast": {"prepare_wy_repr_bwd": "k v beta A dw du g" + _PACK},
     "fla.ops.common.chunk_delta_h": {
-        "chunk_gated_delta_rule_fwd_h": "k w u g initial_state chunk_size save_new_value chunk_offsets" + _PACK,
-        "chunk_gated_delta_rule_bwd_dhu": "q k w do dv g h0 dht scale chunk_size chunk_offsets" + _PACK,
+        "chunk_gated_delta_rule_fwd_h": "k w u g gk initial_state chunk_size save_new_value chunk_offsets" + _PACK,
+        "chunk_gated_delta_rule_bwd_dhu": "q k w do dv g gk h0 dht scale chunk_size chunk_offsets" + _PACK,
     },
     "fla.ops.common.chunk_o": {
         "chunk_fwd_o": "q k v h g scale chunk_size" + _PACK,
         "chunk_bwd_dv_local": "q k do g scale chunk_size" + _PACK,
         "chunk_bwd_dqkwg": "q k v do h dh w g dv scale chunk_size" + _PACK,
     },
-    "fla.ops.cp.chunk_fwd": {"chunk_cp_fwd_h": "k w u hm g cu_seqlens chunk_size multi_seqs"},
+    "fla.ops.cp.chunk_fwd": {"chunk_cp_fwd_h": "k w u hm g gk cu_seqlens chunk_size multi_seqs"},
+    "fla.ops.kda.chunk_intra": {
+        "chunk_kda_fwd_intra": "q k v gk beta scale chunk_size disable_recompute" + _PACK,
+        "chunk_kda_bwd_intra": "q k g beta dAqk dAkk dq dk db dg chunk_size" + _PACK,
+    },
+    "fla.ops.kda.chunk_bwd": {
+        "chunk_kda_bwd_dAv": "q k v do A scale chunk_size" + _PACK,
+        "chunk_kda_bwd_wy_dqkg_fused": "q k v v_new g beta A h do dh dv scale chunk_size chunk_offsets" + _PACK,
+    },
+    "fla.ops.gla.chunk": {"chunk_gla_fwd_o_gk": "q v g A h scale chunk_size" + _PACK},
     "fla.ops.gated_delta_rule.gate": {"fused_gdn_gate": "g A_log dt_bias output_dtype"},
     "fla.modules.causal_conv1d.ops": {
         "causal_conv1d_fwd": "x weight bias residual initial_state activation" + _PACK,

@@ -67,11 +67,14 @@ class PreparedInputs:
 class FlaKernel:
     """Implements `delta_rule.Kernel` with kernels of FLA.
 
-    functions: FLA's (`fla_functions.functions`); reason: why this run uses this kernel, for the log
+    functions  FLA's (`fla_functions.functions`)
+    reason     why this run uses this kernel, for the log
+    rule       the kernels of the rule; `ChannelPass` for a decay of each channel
     """
 
     functions: Any
     reason: str = ""
+    rule: type[PartPass] = PartPass
 
     def __str__(self) -> str:
         return f"fla ({self.reason})"
@@ -81,7 +84,7 @@ class FlaKernel:
 
     def prepared(self, inputs: Inputs, schedule: FlaSchedule) -> PreparedInputs:
         parts = [part for part in schedule.parts if part.num_tokens]  # FLA does not take empty inputs
-        return PreparedInputs(inputs, tuple(PartPass(self.functions, inputs, part) for part in parts))
+        return PreparedInputs(inputs, tuple(self.rule(self.functions, inputs, part) for part in parts))
 
     def transitions(self, prepared: PreparedInputs, schedule: FlaSchedule) -> tuple[Tensor, Tensor]:
         if prepared.linked is not None:

@@ -1,4 +1,5 @@
-"""Linear attention with the gated delta rule (Yang et al., 2024, arXiv:2412.06464).
+"""Linear attention with the gated delta rule (Yang et al., 2024, arXiv:2412.06464), and Kimi Delta Attention
+(arXiv:2510.26692), whose decay has a value for each channel of a key.
 
 A token reads a state to which all earlier tokens have contributed, so its cost does not grow with the length.
 """
@@ -32,13 +33,18 @@ FLA_CHUNK = 64  # tokens of a chunk in FLA's kernels
 # plain torch in fp32, as tests/unit/mcore/linear_attention/test_moved_bytes.py counts them, and by a fused kernel.
 PLAIN_CONVOLUTION, PLAIN_NORM = (68, 206), (72, 158)
 FUSED_CONVOLUTION, FUSED_NORM = (4, 12), (10, 14)  # the norm also copies the gate, a view, in forward and backward
-_A = "self_attention"
+DUPLICATED = "linear attention, duplicated"  # `LayerWeight.part` of products that every tensor-parallel rank computes
+_A, _LOW_RANK = "self_attention", "linear_attention.low_rank"
 _WEIGHTS = (
     LayerWeight(f"{_A}.in_proj.layer_norm_weight", "h", "norm", step=0, has=has_input_norms),
-    LayerWeight(f"{_A}.in_proj.weight", "K+K+V+V+m+m h", "matrix", "rows", "linear attention", 1),
+    LayerWeight(f"{_A}.in_proj.weight", "K+K+V+Z+m+Y h", "matrix", "rows", "linear attention", 1),
+    LayerWeight(f"{_A}.gate_down.weight", "R h", "matrix", "", DUPLICATED, 1, _LOW_RANK),
+    LayerWeight(f"{_A}.decay_down.weight", "R h", "matrix", "", DUPLICATED, 1, _LOW_RANK),
+    LayerWeight(f"{_A}.decay_up.weight", "D R", "matrix", "rows", "linear attention", 2, _LOW_RANK),
     LayerWeight(f"{_A}.conv1d.weight", "K+K+V 1 c", "kernel", "rows", step=2),
     LayerWeight(f"{_A}.A_log", "m", "decay", "rows", step=2),
-    LayerWeight(f"{_A}.dt_bias", "m", "ones", "rows", step=2),
+    LayerWeight(f"{_A}.dt_bias", "D", "ones", "rows", step=2),
+    LayerWeight(f"{_A}.gate_up.weight", "V R", "matrix", "rows", "linear attention", 2, _LOW_RANK),
     LayerWeight(f"{_A}.out_norm.weight", "u", "ones", step=2),
     LayerWeight(f"{_A}.out_proj.weight", "h V", "matrix", "columns", "linear attention", 3),
 )
@@ -55,6 +61,7 @@ class HeadSizes:
     """Sizes of the heads that a tensor-parallel rank holds.
 
     key_dim, value_dim  K and V: the width of a query or key, and of a value; the state of a value head is [K, V]
+    decays              decays of a value head for each token: 1, or one for each channel of a key
     width               bytes of an element of queries, keys, values, beta and outputs; g, states and maps are in fp32
     """
 
@@ -62,6 +69,7 @@ class HeadSizes:
     value_heads: int
     key_dim: int
     value_dim: int
+    decays: int = 1
     width: int = 2
 
     @staticmethod
@@ -73,6 +81,7 @@ class HeadSizes:
             value_heads=linear.num_value_heads // tp,
             key_dim=linear.key_head_dim,
             value_dim=linear.value_head_dim,
+            decays=linear.key_head_dim if linear.has_channel_decay else 1,
             width=width,
         )
 
@@ -85,7 +94,7 @@ class HeadSizes:
     def token_bytes(self) -> int:
         """Bytes per token that travel to another rank (q, k, v, g, beta) and back (output)."""
         numbers = 2 * self.key_heads * self.key_dim + self.value_heads * (2 * self.value_dim + 1)
-        return self.width * numbers + FP32 * self.value_heads
+        return self.width * numbers + FP32 * self.value_heads * self.decays
 
     @property
     def map_bytes(self) -> int:
@@ -138,12 +147,14 @@ class DeltaBytes(MixerBytes):
     @property
     def saved(self) -> dict[str, float]:
         width, values, of_heads = self.rank.width, self._values, self.heads.value_heads
-        state = FP32 * values * self.heads.key_dim
+        state, decays = FP32 * values * self.heads.key_dim, of_heads * self.heads.decays
+        # A rank computes the inner values of two matrices for the tokens that it has under sequence parallelism.
+        inner = 2 * (self.model.linear_attention.low_rank or 0) * self.rank.sequence
         saved = {
-            "projections": width * (self.heads.channels + values + 2 * of_heads),
+            "projections": width * (self.heads.channels + values + of_heads + decays + inner),
             "queries, keys, values": width * self.heads.channels,
             # The decay's logarithm, and softplus with its input; FLA saves a copy of the decay's projection instead.
-            "decays and beta": (FP32 + (width if self.is_fla else 2 * FP32) + width) * of_heads,
+            "decays and beta": (FP32 + (width if self.is_fla else 2 * FP32)) * decays + width * of_heads,
             "states": 0.0 if self.is_fla else state / STATE_INTERVAL,
             "delta rule's output": width * values,
             "gated norm's scale": FP32 * of_heads,
@@ -223,7 +234,8 @@ class DeltaRule(Mixer):
     """The gated delta rule.
 
     Letters: K key heads * key width    V value heads * value width    n key heads    m value heads
-    u value width    c kernel of the convolution
+    u value width    c kernel of the convolution    D decays    R width of low_rank
+    Z, Y rows of in_proj for the gate and for the decay: V and D, or 0 with low_rank
     """
 
     kind = "linear attention"
@@ -235,6 +247,10 @@ class DeltaRule(Mixer):
     def sizes(model: ModelConfig) -> Mapping[str, int]:
         linear = model.linear_attention
         return {
+            "D": linear.num_decays,
+            "R": linear.low_rank or 0,
+            "Z": 0 if linear.low_rank else linear.value_width,
+            "Y": 0 if linear.low_rank else linear.num_decays,
             "K": linear.key_width,
             "V": linear.value_width,
             "n": linear.num_key_heads or 0,

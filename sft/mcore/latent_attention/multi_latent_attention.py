@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sft.config import Config, ModelConfig
 from sft.mcore.backend import AttentionBackend, PackedDocuments
-from sft.mcore.latent_attention.core_attention import MakeCoreAttention
+from sft.mcore.latent_attention.core_attention import MakeCoreAttention, rotation_of
 from sft.mcore.modules.duplicated_linear import DuplicatedLinear
 
 # Our names within the layer -> names of Megatron-LM, where the norm of a latent belongs to the projection after it.
@@ -90,7 +90,7 @@ class MultiLatentAttention(MegatronModule):
     """The attention module of a layer with latent attention: projections and norms around `core_attention`.
 
     column_parallel, row_parallel, norm: classes of the linear layers and norms
-    core_arguments: further arguments from megatron-core, passed on to `core_attention`, such as the layer's number
+    core_arguments: further arguments from megatron-core, passed on to `core_attention`
     """
 
     def __init__(
@@ -102,10 +102,12 @@ class MultiLatentAttention(MegatronModule):
         column_parallel: Any,
         row_parallel: Any,
         norm: Any,
+        layer_number: int,
         pg_collection: Any,
         **core_arguments: Any,
     ) -> None:
         super().__init__(config)
+        self._rotated = rotation_of(model, layer_number)
         latent, self._tp = model.latent_attention, pg_collection.tp
         assert latent.kv_lora_rank is not None
         self._sizes, self._rank = latent, latent.kv_lora_rank
@@ -125,7 +127,9 @@ class MultiLatentAttention(MegatronModule):
         self.kv_layernorm = norm(config=config, hidden_size=self._rank, eps=latent.norm_epsilon)
         key_and_value = latent.qk_nope_head_dim + latent.v_head_dim
         self.linear_kv_up_proj = column_parallel(self._rank, heads * key_and_value, **column)
-        self.core_attention = core_attention(config=config, model=model, pg_collection=pg_collection, **core_arguments)
+        self.core_attention = core_attention(
+            config=config, model=model, layer_number=layer_number, pg_collection=pg_collection, **core_arguments
+        )
         self.linear_proj = row_parallel(
             heads * latent.v_head_dim,
             hidden,
@@ -154,9 +158,8 @@ class MultiLatentAttention(MegatronModule):
         else:
             query = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_states)[0]))[0]
         query = query.squeeze(1).unflatten(-1, (self._num_heads, -1))
-        assert documents.rotation is not None
         plain, rotary = query.split([self._sizes.qk_nope_head_dim, self._sizes.qk_rope_head_dim], dim=-1)
-        return torch.cat((plain, documents.rotation.apply(rotary)), dim=-1)
+        return torch.cat((plain, self._rotated(rotary, documents)), dim=-1)
 
     def _latent(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """The normed latent [s, 1, rank] and the rotary key [s, 1, r], not rotated, of this rank's tokens."""

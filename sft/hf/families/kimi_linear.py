@@ -26,6 +26,7 @@ from sft.hf.tensor_view import LAYER, View
 
 _KIND: LayerKind = "linear attention"
 _TYPES, _GROUP, _DENSE = "layer_types", "linear_attn_config", "first_k_dense_replace"
+_FIXED = ("rope.interleaved", "tie_embeddings")
 _BLOCK, _ATTENTION = "block_sparse_moe", f"model.layers.{LAYER}.self_attn"
 
 
@@ -123,16 +124,17 @@ KIMI_LINEAR = (
     Family(
         model_type="kimi_linear",
         class_name="KimiLinearForCausalLM",
-        rules=_rules("mlp"),
-        other_rules=(_rules(_BLOCK),),
+        rules=_rules(_BLOCK),
+        other_rules=(_rules("mlp"),),
         implied={
             **LATENT_IMPLIED,
+            "tie_embeddings": False,
             "linear_attention.decay": "channel",
             "linear_attention.decay_floor": None,
             "linear_attention.gate": "sigmoid",
         },
         keys={
-            **{key: name for key, name in LATENT_KEYS.items() if key != "rope.interleaved"},
+            **{key: name for key, name in LATENT_KEYS.items() if key not in _FIXED},
             "moe.num_experts": "num_experts",
             "moe.top_k": "num_experts_per_token",
             "moe.ffn_hidden_size": "moe_intermediate_size",
@@ -174,6 +176,7 @@ KIMI_LINEAR = (
         options={
             # The repository contains code of the model, which transformers has too.
             **{key: allowed for key, allowed in {**OPTIONS, **NO_BIAS}.items() if key != "auto_map"},
+            "tie_word_embeddings": (False,),
             "moe_router_activation_func": ("sigmoid",),
             "moe_layer_freq": (1,),
             "mla_use_nope": (True,),

@@ -12,6 +12,8 @@ from pydantic import Field
 from sft.config.mixer_section import MixerSection
 from sft.config.section import Positive, divisors
 
+Activation = Literal["silu", "sigmoid"]
+
 
 class LinearAttentionConfig(MixerSection):
     kind = "linear attention"
@@ -33,7 +35,7 @@ class LinearAttentionConfig(MixerSection):
     """Inner width of the projections to decay and gate, of two matrices each (Kimi-Linear); null: each is one matrix."""
     decay_floor: Annotated[float, Field(lt=0.0)] | None = None
     """Lower limit f of the decay's logarithm, f * sigmoid(exp(A_log) * a) (Ling 3.0); null: it has no limit."""
-    gate: Literal["silu", "sigmoid"] = "silu"
+    gate: Activation = "silu"
     """Activation of the gate on the output (sigmoid: Kimi Delta Attention)."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:

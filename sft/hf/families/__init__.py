@@ -30,7 +30,18 @@ from sft.hf.family import Family
 
 FAMILIES = {
     family.name: family
-    for family in (*LLAMA_LIKE, *VARIANTS, *GEMMA, *GEMMA4, *GPT_OSS, *ROUTED, *LINEAR_FAMILIES, *LATENT, *KIMI_LINEAR, *VISION)
+    for family in (
+        *LLAMA_LIKE,
+        *VARIANTS,
+        *GEMMA,
+        *GEMMA4,
+        *GPT_OSS,
+        *ROUTED,
+        *LINEAR_FAMILIES,
+        *LATENT,
+        *KIMI_LINEAR,
+        *VISION,
+    )
 }
 
 

@@ -43,7 +43,9 @@ def _layers(content: Mapping[str, Any]) -> list[int]:
         linear, full = group["kda_layers"], group.get("full_attn_layers")
         numbers = [*linear, *full] if isinstance(linear, list) and isinstance(full, list) else []
         if not all(type(number) is int for number in numbers) or sorted(numbers) != [*range(1, count + 1)]:
-            raise ValueError(f"{_GROUP} does not name each of the {count} layers once in kda_layers and full_attn_layers")
+            raise ValueError(
+                f"{_GROUP} does not name each of the {count} layers once in kda_layers and full_attn_layers"
+            )
         kinds = [LINEAR if number in linear else FULL for number in range(1, count + 1)]
     if kinds is None:
         kinds = [FULL if number % 4 == 1 and number > 1 else LINEAR for number in range(1, count + 1)]

@@ -20,14 +20,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from sft.mcore.linear_attention.chunks import (
-    add_product,
-    gathered,
-    inverse_norm,
-    running_sums,
-    sums_to_end,
-    without_padding,
-)
+from sft.mcore.linear_attention.block_tensors import add_product, gathered, running_sums, sums_to_end, without_padding
+from sft.mcore.linear_attention.chunks import inverse_norm
 from sft.mcore.linear_attention.delta_rule import Inputs
 from sft.mcore.linear_attention.schedule import CHUNK, Block
 
@@ -91,7 +85,8 @@ class Decays:
 
 @dataclass(frozen=True, eq=False)
 class ChannelChunks:
-    """The n chunks of a block.  All tensors except `sums` have the dtype of states.
+    """The n chunks of a block, which implement `chunked_kernel.BlockProducts`.  All tensors except `sums` have the dtype of
+    states.
 
     q, k              [n, heads, c, K], divided by their norms; q is also divided by sqrt(K)
     q_scale, k_scale  [n, heads, c, 1], the factors that were applied to q and k
@@ -172,9 +167,13 @@ class ChannelChunks:
             add_product(active.mul_(self.ends[step]), following[step].mT, values[step])
         return states, errors, values
 
-    def outputs(self, states: Tensor, values: Tensor) -> Tensor:
-        """O, [n, heads, c, V]"""
+    def outputs(self, state: Tensor) -> Tensor:
+        """O, [n, heads, c, V].  state: as for `scan`"""
+        states, _, values = self.scan(state)
         return add_product((self.from_start * self.q) @ states, self.weights, values)
+
+    def pass_back(self, grad: Tensor, dstate: Tensor) -> None:
+        self.reverse_scan(grad, dstate)
 
     def reverse_scan(self, grad: Tensor, dstate: Tensor) -> tuple[Tensor, Tensor]:
         """`Chunks.reverse_scan`: gradients of the state after each chunk, and of beta (V - (exp(s) K) S)."""
@@ -192,7 +191,7 @@ class ChannelChunks:
         return dstates, dupdates
 
     def gradients(self, state: Tensor, grad: Tensor, dstate: Tensor) -> Inputs:
-        """`chunks.gradients`: the gradients of the inputs, [n, heads, c, ...], with arbitrary values for padding.
+        """`BlockProducts.gradients`
 
         dY means the gradient of Y.  With X = V - (exp(s) K) S and U = d(beta X):
 

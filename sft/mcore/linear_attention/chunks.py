@@ -16,13 +16,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from sft.mcore.linear_attention.block_tensors import add_product, gathered, running_sums, sums_to_end, without_padding
 from sft.mcore.linear_attention.delta_rule import NORM_EPS, Inputs
 from sft.mcore.linear_attention.schedule import CHUNK, Block
 
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """The n chunks of a block.  All tensors except `sums` have the dtype of states; `heads` are value heads.
+    """The n chunks of a block, which implement `chunked_kernel.BlockProducts`.  All tensors except `sums` have the dtype of states; `heads` are value heads.
 
     q, k              [n, key heads, c, K], divided by their norms; q is also divided by sqrt(K)
     q_scale, k_scale  [n, key heads, c, 1], the factors that were applied to q and k
@@ -128,9 +129,16 @@ class Chunks:
             add_product(active.mul_(ends[step]), self.keys[step].mT, self.to_end[step] * values[step])
         return states, errors, values
 
-    def outputs(self, states: Tensor, values: Tensor) -> Tensor:
-        """O, [n, heads, c, V]"""
+    def outputs(self, state: Tensor) -> Tensor:
+        """O, [n, heads, c, V].  state: as for `scan`"""
+        states, _, values = self.scan(state)
         return add_product((self.queries @ states).mul_(self.from_start), self.weights, values)
+
+    def pass_back(self, grad: Tensor, dstate: Tensor) -> None:
+        self.reverse_scan(grad, dstate)
+
+    def gradients(self, state: Tensor, grad: Tensor, dstate: Tensor) -> Inputs:
+        return _gradients(self, state, grad, dstate)
 
     def reverse_scan(self, grad: Tensor, dstate: Tensor) -> tuple[Tensor, Tensor]:
         """Run the chunks of the block backward.
@@ -154,8 +162,8 @@ class Chunks:
         return dstates, dupdates
 
 
-def gradients(chunks: Chunks, state: Tensor, grad: Tensor, dstate: Tensor) -> Inputs:
-    """The gradients of the inputs, [n, heads, c, ...], with arbitrary values for padding.
+def _gradients(chunks: Chunks, state: Tensor, grad: Tensor, dstate: Tensor) -> Inputs:
+    """`BlockProducts.gradients`
 
     dY means the gradient of Y.  With X = V - exp(s) K S and U = d(beta X):
 
@@ -164,11 +172,6 @@ def gradients(chunks: Chunks, state: Tensor, grad: Tensor, dstate: Tensor) -> In
 
     s occurs only in exp(s), exp(s_c - s) and D, so ds is a sum of products that other gradients need, too.  dg of a
     token is the sum of ds from the token to the end of its chunk.
-
-    state   [fragments, heads, K, V], states before the block; replaced in place by the states after the block
-    grad    [n, heads, c, V], gradients of the outputs, 0 for padding
-    dstate  [fragments, heads, K, V], gradients of the states after the block; replaced in place by those of the states
-            before the block
     """
     states, errors, values = chunks.scan(state)
     dstates, dupdates = chunks.reverse_scan(grad, dstate)
@@ -201,37 +204,3 @@ def gradients(chunks: Chunks, state: Tensor, grad: Tensor, dstate: Tensor) -> In
 
 def inverse_norm(x: Tensor) -> Tensor:
     return torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
-
-
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Add a @ b to total [n, heads, ...], in place, without a temporary tensor."""
-    total.flatten(0, 1).baddbmm_(a.flatten(0, 1), b.flatten(0, 1))
-    return total
-
-
-def running_sums(x: Tensor) -> Tensor:
-    """Sums of x [..., c] from the start of the chunk to each token.  torch's cumsum is not deterministic on GPUs."""
-    return x @ torch.ones(CHUNK, CHUNK, dtype=x.dtype, device=x.device).triu()
-
-
-def sums_to_end(x: Tensor) -> Tensor:
-    """Sums of x [..., c] from each token to the end of the chunk."""
-    return x @ torch.ones(CHUNK, CHUNK, dtype=x.dtype, device=x.device).tril()
-
-
-def gathered(x: Tensor, block: Block) -> Tensor:
-    """[t, heads, d] -> [n, heads, c, d].  Padding has the values of the chunk's last token."""
-    return x.index_select(0, block.tokens).unflatten(0, (-1, CHUNK)).transpose(1, 2).contiguous()
-
-
-def without_padding(x: Tensor, block: Block) -> Tensor:
-    """x [n, heads, c, d] with zeros for padding."""
-    return x if block.padding is None else x.masked_fill(block.padding[:, None, :, None], 0)
-
-
-def scatter(x: Tensor, values: Tensor, block: Block) -> None:
-    """Write values [n, heads, c, ...] to the block's tokens in x [t, heads, ...], in the dtype of x; drop padding."""
-    by_token, tokens = values.transpose(1, 2).flatten(0, 1), block.tokens
-    if block.kept is not None:
-        by_token, tokens = by_token[block.kept], tokens[block.kept]
-    x.index_copy_(0, tokens, by_token.to(x.dtype))

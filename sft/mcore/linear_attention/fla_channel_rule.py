@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sft.layers.mixers.delta import FLA_CHUNK as CHUNK
+from sft.layers.mixers.recurrent import FLA_CHUNK as CHUNK
 from sft.mcore.linear_attention.delta_rule import NORM_EPS, Inputs
 from sft.mcore.linear_attention.fla_rule import Part, PartPass
 

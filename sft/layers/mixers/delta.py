@@ -26,6 +26,7 @@ from sft.layers.weight import LayerWeight, has_input_norms
 # Bytes per element, in bf16, that the gated norm reads and writes, forward and backward: see recurrent.py.  The fused
 # norm also copies the gate, a view, in forward and backward.
 PLAIN_NORM, FUSED_NORM = (72, 158), (10, 14)
+PLAIN_DECAY, FUSED_DECAY = (30, 46), (6, 8)  # the same for the decay of a channel; those of heads are too few to count
 DUPLICATED = "linear attention, duplicated"  # `LayerWeight.part` of products that every tensor-parallel rank computes
 _A, _LOW_RANK = "self_attention", "linear_attention.low_rank"
 _WEIGHTS = (
@@ -127,10 +128,12 @@ class DeltaBytes(MixerBytes):
     def saved(self) -> dict[str, float]:
         width, values, of_heads = self.rank.width, self._values, self.heads.value_heads
         state, decays = FP32 * values * self.heads.key_dim, of_heads * self.heads.decays
-        # A rank computes the inner values of two matrices for the tokens that it has under sequence parallelism.
-        inner = 2 * (self.model.linear_attention.low_rank or 0) * self.rank.sequence
+        low_rank = self.model.linear_attention.low_rank
+        # Without low_rank, the projection of decays is part of a tensor that is saved.  With low_rank, a rank has the
+        # inner values of both products for its tokens under sequence parallelism.
+        own = decays if low_rank is None else 2 * low_rank * self.rank.sequence
         saved = {
-            "projections": width * (self.heads.channels + values + of_heads + decays + inner),
+            "projections": width * (self.heads.channels + values + of_heads + own),
             "queries, keys, values": width * self.heads.channels,
             # The decay's logarithm, and softplus with its input; FLA saves a copy of the decay's projection instead.
             "decays and beta": (FP32 + (width if self.is_fla else 2 * FP32)) * decays + width * of_heads,
@@ -236,9 +239,18 @@ class DeltaRule(RecurrentMixer):
         queries, keys and values and of the gradient of the projection's output."""
         linear, is_fused = self.model.linear_attention, uses_fla(config)
         channels, values = 2 * linear.key_width + linear.value_width, linear.value_width
-        pairs = zip(FUSED_CONVOLUTION if is_fused else PLAIN_CONVOLUTION, FUSED_NORM if is_fused else PLAIN_NORM)
-        forward, backward = (rank.width / 2 * (channels * conv + values * norm) / rank.tp for conv, norm in pairs)
-        copied, joined = (rank.width * 2 * numbers / rank.tp for numbers in (channels, channels + values))
+        decays = linear.num_decays if linear.has_channel_decay else 0
+        passes = zip(
+            FUSED_CONVOLUTION if is_fused else PLAIN_CONVOLUTION,
+            FUSED_NORM if is_fused else PLAIN_NORM,
+            FUSED_DECAY if is_fused else PLAIN_DECAY,
+        )
+        forward, backward = (
+            rank.width / 2 * (channels * conv + values * norm + decays * decay) / rank.tp
+            for conv, norm, decay in passes
+        )
+        in_one = 0 if linear.low_rank else values + decays  # beside the channels, in the projection's output
+        copied, joined = (rank.width * 2 * numbers / rank.tp for numbers in (channels, channels + in_one))
         return Moved(forward + copied, backward + joined, forward + copied)
 
     def state_work(self, config: Config, cp_size: int) -> StateWork:

@@ -238,7 +238,7 @@ CASES: dict[str, Case] = {
         losses="one",
         more_losses="cp+selective",
         gradients="tp_cp_ep2+selective",
-        more_gradients="one tp tp_whole cp+full cp4+selective pp ep dp_sharded tp_virtual tp_pp",
+        more_gradients="one tp cp+full cp4+selective pp ep dp_sharded tp_virtual tp_pp",
     ),
     "moonlight": Case(
         dict(

@@ -79,10 +79,14 @@ def distances(found: list[Tensor], expected: list[Tensor]) -> list[float]:
     ]
 
 
-def rule_inputs(key_dim: int, value_dim: int, dtype: torch.dtype, t: int = sum(LENGTHS)) -> Inputs:
-    of_keys, of_values = (KEY_HEADS, key_dim), (VALUE_HEADS, value_dim)
+def rule_inputs(
+    key_dim: int, value_dim: int, dtype: torch.dtype, t: int = sum(LENGTHS), *, by_channel: bool = False
+) -> Inputs:
+    """by_channel: with a decay for each channel, and a key head for each value head"""
+    of_keys, of_values = (VALUE_HEADS if by_channel else KEY_HEADS, key_dim), (VALUE_HEADS, value_dim)
+    of_decays = of_keys if by_channel else (VALUE_HEADS,)
     q, k, v = (random(t, *shape, seed=seed).to(dtype) for seed, shape in enumerate((of_keys, of_keys, of_values)))
-    g, beta = -torch.exp(random(t, VALUE_HEADS, seed=3) - 2), random(t, VALUE_HEADS, seed=4).sigmoid().to(dtype)
+    g, beta = -torch.exp(random(t, *of_decays, seed=3) - 2), random(t, VALUE_HEADS, seed=4).sigmoid().to(dtype)
     return Inputs(*(x.requires_grad_() for x in (q, k, v, g, beta)))
 
 
@@ -106,19 +110,20 @@ def by_recurrence(inputs: Inputs, grad: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "key_dim, value_dim, dtype, tolerance",
+    "key_dim, value_dim, dtype, tolerance, by_channel",
     [
-        (16, 16, torch.float32, TOLERANCE),
-        (80, 24, torch.float32, TOLERANCE),
-        (16, 16, torch.float16, FP16_TOLERANCE),
+        (16, 16, torch.float32, TOLERANCE, False),
+        (80, 24, torch.float32, TOLERANCE, False),
+        (16, 16, torch.float16, FP16_TOLERANCE, False),
+        (16, 16, torch.float16, FP16_TOLERANCE, True),
     ],
     ids=str,
 )
 def test_outputs_and_gradients(
-    fla: FlaKernel, key_dim: int, value_dim: int, dtype: torch.dtype, tolerance: float
+    fla: FlaKernel, key_dim: int, value_dim: int, dtype: torch.dtype, tolerance: float, by_channel: bool
 ) -> None:
     """States of cut documents pass between fragments; other documents lie beside them."""
-    inputs = rule_inputs(key_dim, value_dim, dtype)
+    inputs = rule_inputs(key_dim, value_dim, dtype, by_channel=by_channel)
     grad = random(sum(LENGTHS), VALUE_HEADS, value_dim, seed=5).to(dtype)
     results = by_fla(fla, inputs, grad)
     assert [x.dtype for x in results] == [dtype, *(x.dtype for x in inputs)]
@@ -126,9 +131,10 @@ def test_outputs_and_gradients(
     assert max(found) < tolerance, found
 
 
-def test_maps_and_gradients_of_states(fla: FlaKernel) -> None:
+@pytest.mark.parametrize("by_channel", [False, True], ids=["decays of heads", "decays of channels"])
+def test_maps_and_gradients_of_states(fla: FlaKernel, by_channel: bool) -> None:
     """Of linked fragments of 70, 0 and 65 tokens."""
-    inputs = Inputs(*(x[:140].detach() for x in rule_inputs(16, 16, torch.float32)))
+    inputs = Inputs(*(x[:140].detach() for x in rule_inputs(16, 16, torch.float32, by_channel=by_channel)))
     wide = Inputs(*(x.double().requires_grad_() for x in inputs))
     edges, grad = [0, 70, 70, 135, 140], random(140, VALUE_HEADS, 16)
     schedule = fla.schedule(Fragments.of(edges, range(3)), VALUE_HEADS, torch.device("cpu"))
@@ -195,6 +201,21 @@ def test_the_gated_norm_and_the_decay_are_those_of_plain_torch(fla: FlaKernel) -
         decay = kernel.log_decay(a, a_log, dt_bias)
         gradients = torch.autograd.grad((out, decay), leaves, (random(*out.shape, seed=1), random(TOKENS, 4, seed=2)))
         results.append([out, scale, decay, *gradients, kernel.gated(x, gate, weight, scale, 1e-6)])
+    assert max(distances(*results)) < TOLERANCE
+
+
+@pytest.mark.parametrize("floor", [None, -5.0])
+def test_decays_of_channels_and_the_sigmoid_gate_are_those_of_plain_torch(fla: FlaKernel, floor: float | None) -> None:
+    x, gate, weight = random(TOKENS, 2, 16), random(TOKENS, 2, 16, seed=1), random(16)
+    a, a_log, dt_bias = 8 * random(TOKENS, 2, 16, seed=2), random(2), random(32)
+    leaves = [tensor.requires_grad_() for tensor in (x, gate, weight, a, a_log, dt_bias)]
+    results = []
+    for kernel in (fla, TorchDeltaKernel()):
+        out, scale = kernel.gated_norm(x, gate, weight, 1e-6, "sigmoid")
+        decay = kernel.log_decay(a, a_log, dt_bias, floor)
+        grads = random(*out.shape, seed=1), random(*decay.shape, seed=2)
+        gradients = torch.autograd.grad((out, decay), leaves, grads)
+        results.append([out, scale, decay, *gradients, kernel.gated(x, gate, weight, scale, 1e-6, "sigmoid")])
     assert max(distances(*results)) < TOLERANCE
 
 

@@ -8,7 +8,8 @@ one document that one rank computes.  Under context parallelism (CP) there are t
     short   Ranks send all tokens to one rank, which computes the document as one fragment and sends the outputs back.
 
 A document is short if sending its tokens takes fewer bytes than sending the maps of its fragments
-(`RecurrentSizes.max_short`).  Short documents are divided over ranks so that all ranks compute about equally many tokens:
+(`RecurrentSizes.max_short`).  Short documents are divided over ranks so that all ranks compute about equally many
+tokens:
 
     documents of 64, 8 and 16 tokens, cp 2, documents of up to 16 tokens are short
     rank 0 computes tokens  0..15 and 48..63 of the first document, and the third document

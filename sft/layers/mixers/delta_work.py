@@ -40,9 +40,7 @@ def plain_forward(linear: LinearAttentionConfig) -> tuple[float, float]:
     key_heads, value_heads = linear.num_key_heads or 0, linear.num_value_heads or 0
     if linear.has_channel_decay:
         flops = 6 * keys * values + 4 * chunk * values + chunk * chunk + (2 * 48 + 2 * chunk) * keys
-        return value_heads * flops, value_heads * (
-            1693 * keys + 93 * values + 102 * chunk + 32 * keys * values / chunk
-        )
+        return value_heads * flops, value_heads * (1693 * keys + 93 * values + 102 * chunk + 32 * keys * values / chunk)
     flops = value_heads * (6 * keys * values + 4 * chunk * values + chunk * chunk + 2 * chunk)
     flops += key_heads * 4 * chunk * keys
     num_bytes = value_heads * (7 * keys + 99 * values + 122 * chunk + 39 * keys * values / chunk)

@@ -1,4 +1,4 @@
-"""What all recurrences have in common: the sizes of their states, and the bytes that they send over cp.
+"""The sizes of a recurrence's states, and the bytes that it sends over cp, for all recurrences.
 
 A token reads a state to which all earlier tokens have contributed, so its cost does not grow with the length.
 """

@@ -12,6 +12,11 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return total
 
 
+def per_key_head(x: Tensor, ratio: int) -> Tensor:
+    """Sum over the `ratio` value heads of each key head: [n, heads, ...] -> [n, key heads, ...]."""
+    return x.unflatten(1, (-1, ratio)).sum(2)
+
+
 def running_sums(x: Tensor) -> Tensor:
     """Sums of x [..., c] from the start of the chunk to each token.  torch's cumsum is not deterministic on GPUs."""
     return x @ torch.ones(CHUNK, CHUNK, dtype=x.dtype, device=x.device).triu()

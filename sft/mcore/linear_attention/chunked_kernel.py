@@ -32,7 +32,7 @@ class BlockProducts(Protocol[GradientsT]):
     def outputs(self, state: Tensor) -> Tensor:
         """[n, heads, c, V]"""
 
-    def pass_back(self, grad: Tensor, dstate: Tensor) -> None:
+    def reverse_scan(self, grad: Tensor, dstate: Tensor) -> object:
         """Compute only the gradients of states."""
 
     def gradients(self, state: Tensor, grad: Tensor, dstate: Tensor) -> GradientsT:
@@ -89,7 +89,7 @@ class ChunkedKernel(ABC, Generic[InputsT]):
             if group.linked is not None:
                 dstate = dstates[group.linked]
                 for block in reversed(group.blocks):
-                    self.products(inputs, block).pass_back(_output_gradients(grad, inputs, block), dstate)
+                    self.products(inputs, block).reverse_scan(_output_gradients(grad, inputs, block), dstate)
                 dstates[group.linked] = dstate
         return dstates
 

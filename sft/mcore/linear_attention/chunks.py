@@ -16,14 +16,22 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from sft.mcore.linear_attention.block_tensors import add_product, gathered, running_sums, sums_to_end, without_padding
+from sft.mcore.linear_attention.block_tensors import (
+    add_product,
+    gathered,
+    per_key_head,
+    running_sums,
+    sums_to_end,
+    without_padding,
+)
 from sft.mcore.linear_attention.delta_rule import NORM_EPS, Inputs
 from sft.mcore.linear_attention.schedule import CHUNK, Block
 
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """The n chunks of a block, which implement `chunked_kernel.BlockProducts`.  All tensors except `sums` have the dtype of states; `heads` are value heads.
+    """The n chunks of a block; implements `chunked_kernel.BlockProducts`.  All tensors except `sums` have the dtype of
+    states; `heads` are value heads.
 
     q, k              [n, key heads, c, K], divided by their norms; q is also divided by sqrt(K)
     q_scale, k_scale  [n, key heads, c, 1], the factors that were applied to q and k
@@ -107,10 +115,6 @@ class Chunks:
         """x [n, heads, c, c] times a tensor [n, key heads, 1, c, c]."""
         return (x.unflatten(1, (-1, self.ratio)) * factors).flatten(1, 2)
 
-    def per_key_head(self, x: Tensor) -> Tensor:
-        """Sum over the value heads of each key head: [n, heads, ...] -> [n, key heads, ...]."""
-        return x.unflatten(1, (-1, self.ratio)).sum(2)
-
     def scan(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Run the chunks of the block.  state: [fragments, heads, K, V], states before the block, which are replaced in
         place by the states after the block.
@@ -133,9 +137,6 @@ class Chunks:
         """O, [n, heads, c, V].  state: as for `scan`"""
         states, _, values = self.scan(state)
         return add_product((self.queries @ states).mul_(self.from_start), self.weights, values)
-
-    def pass_back(self, grad: Tensor, dstate: Tensor) -> None:
-        self.reverse_scan(grad, dstate)
 
     def gradients(self, state: Tensor, grad: Tensor, dstate: Tensor) -> Inputs:
         return _gradients(self, state, grad, dstate)
@@ -193,10 +194,10 @@ def _gradients(chunks: Chunks, state: Tensor, grad: Tensor, dstate: Tensor) -> I
     products = products.mul_(chunks.beta).add_(chunks.times(dweights, chunks.query_products))
     ds += products.sum(-1) - products.sum(-2)
 
-    dweights = chunks.per_key_head(dweights)
-    dpairs = chunks.per_key_head(dsystem.mul_(chunks.beta))
-    dq = chunks.per_key_head(dqueries) + dweights @ chunks.k
-    dk = chunks.per_key_head(dkeys.add_(dkeys_next)) + dweights.mT @ chunks.q + (dpairs + dpairs.mT) @ chunks.k
+    dweights = per_key_head(dweights, chunks.ratio)
+    dpairs = per_key_head(dsystem.mul_(chunks.beta), chunks.ratio)
+    dq = per_key_head(dqueries, chunks.ratio) + dweights @ chunks.k
+    dk = per_key_head(dkeys.add_(dkeys_next), chunks.ratio) + dweights.mT @ chunks.q + (dpairs + dpairs.mT) @ chunks.k
     dq = chunks.q_scale * (dq - chunks.q * (chunks.q * dq).sum(-1, keepdim=True) * chunks.q.shape[-1])
     dk = chunks.k_scale * (dk - chunks.k * (chunks.k * dk).sum(-1, keepdim=True))
     return Inputs(dq, dk, dv, sums_to_end(ds), dbeta)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from sft.layers.mixers.recurrent import FLA_CHUNK as CHUNK
 from sft.mcore.linear_attention.delta_rule import NORM_EPS, Inputs
-from sft.mcore.linear_attention.fla_rule import Part, PartPass
+from sft.mcore.linear_attention.fla_rule import DeltaPass, Part
 
 
-class ChannelPass(PartPass):
+class ChannelPass(DeltaPass):
     """One forward or backward pass over a part that has tokens.  inputs.g: [t, heads, K]"""
 
     def __init__(self, functions: Any, inputs: Inputs, part: Part) -> None:

@@ -152,7 +152,10 @@ def _states(maps: Tensor, offsets: Tensor, act: Maps, steps: Sequence[LevelStep]
 
 
 def _gradients(maps: Tensor, dstates: Tensor, act: Maps, steps: Sequence[LevelStep]) -> Tensor:
-    """maps: A, transposed.  The gradient of the state after each fragment.  Replaces dstates by those of states before them."""
+    """The gradient of the state after each fragment.  Replaces dstates by gradients of the states before them.
+
+    maps: A, transposed
+    """
     last = torch.zeros_like(dstates, memory_format=torch.contiguous_format)
     for step in reversed(steps):
         dstates[step.followed] += act.times(maps[step.followed], last[step.followed])

@@ -34,6 +34,10 @@ class LatentAttentionConfig(MixerSection):
     def is_used(self) -> bool:
         return self.kv_lora_rank is not None
 
+    @property
+    def shares_input_norm(self) -> bool:
+        return self.is_used
+
     def has_layer(self, number: int) -> bool:
         return self.is_used
 

@@ -33,7 +33,7 @@ class LinearAttentionConfig(MixerSection):
     decay: Literal["head", "channel"] = "head"
     """A token has a decay for each head (Gated DeltaNet), or for each channel of its keys (Kimi Delta Attention)."""
     low_rank: Positive | None = None
-    """Inner width of the projections to decay and gate, of two matrices each (Kimi-Linear); null: each is one matrix."""
+    """Inner width of the projections to decay and gate, of two matrices each (Kimi-Linear); null: one matrix each."""
     decay_floor: Annotated[float, Field(lt=0.0)] | None = None
     """Lower limit f of the decay's logarithm, f * sigmoid(exp(A_log) * a) (Ling 3.0); null: it has no limit."""
     gate: Activation = "silu"
@@ -70,6 +70,10 @@ class LinearAttentionConfig(MixerSection):
     @property
     def named(self) -> list[int]:
         return self.layers
+
+    @property
+    def shares_input_norm(self) -> bool:
+        return self.low_rank is not None
 
     @property
     def has_channel_decay(self) -> bool:

@@ -24,6 +24,11 @@ class MixerSection(Section):
         """Whether there are layers of this kind."""
         return bool(self.named)
 
+    @property
+    def shares_input_norm(self) -> bool:
+        """Whether several projections of a layer read the output of its first norm, so that none can compute it."""
+        return False
+
     def has_layer(self, number: int) -> bool:
         """Whether the layer of this number, from 1, is of this kind."""
         return number in self.named

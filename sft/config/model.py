@@ -238,11 +238,6 @@ class ModelConfig(Section):
         return {name: getattr(self, name) for name in MIXER_SECTIONS}
 
     @property
-    def shares_input_norm(self) -> bool:
-        """Whether several projections read the output of the norm before a mixer, so that none can compute it inside."""
-        return self.latent_attention.is_used or self.linear_attention.low_rank is not None
-
-    @property
     def stacks_layers(self) -> bool:
         """Whether a checkpoint stacks each weight over all layers in one tensor, which needs layers of equal shapes."""
         is_mixed = any(section.named for section in self.mixer_sections.values())

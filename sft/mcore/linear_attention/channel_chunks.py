@@ -40,7 +40,10 @@ class Decays:
     dtype: torch.dtype
 
     def pairs(self, x: Tensor, y: Tensor) -> Tensor:
-        """The sum over channels of x_i y_j exp(s_i - s_j) for i >= j, else 0: [n, heads, c, K] twice -> [n, heads, c, c]"""
+        """For i >= j, the sum over channels of x_i y_j exp(s_i - s_j), else 0.
+
+        x, y: [n, heads, c, K] -> [n, heads, c, c]
+        """
         out = x.new_zeros(*x.shape[:3], CHUNK)
         for rows, earlier, later_decay, earlier_decay in self._between:
             later = x[:, :, rows] * later_decay
@@ -85,8 +88,10 @@ class Decays:
 
 @dataclass(frozen=True, eq=False)
 class ChannelChunks:
-    """The n chunks of a block, which implement `chunked_kernel.BlockProducts`.  All tensors except `sums` have the dtype of
-    states.
+    """The n chunks of a block, which implement `chunked_kernel.BlockProducts`.
+
+    All tensors except `sums` have the dtype of states.
+
 
     q, k              [n, heads, c, K], divided by their norms; q is also divided by sqrt(K)
     q_scale, k_scale  [n, heads, c, 1], the factors that were applied to q and k
@@ -198,8 +203,8 @@ class ChannelChunks:
             dV = beta U                     d(exp(s) K) = -dV S^T      d(exp(s) Q) = dO S^T
             dP(Q) = dO N^T                  d(beta P(K)) = -U N^T below the diagonal
 
-        A token's s occurs only in exponents beside its own q and k, so ds is a sum of q dq and of k dk, where the sign is
-        that of s in the exponent.  dg of a token is the sum of ds from the token to the end of its chunk.
+        A token's s occurs only in exponents beside its own q and k, so ds is a sum of q dq and of k dk, with the sign
+        of s in the exponent.  dg of a token is the sum of ds from the token to the end of its chunk.
         """
         states, errors, values = self.scan(state)
         dstates, dupdates = self.reverse_scan(grad, dstate)

@@ -25,16 +25,16 @@ class GatedNorm(torch.nn.Module):
 
     def __init__(self, width: int, eps: float, activation: Activation, dtype: torch.dtype, tp_group: Any) -> None:
         super().__init__()
-        self._setting, self._tp_group = {"eps": eps, "activation": activation}, tp_group
+        self._eps, self._activation, self._tp_group = eps, activation, tp_group
         self.weight = torch.nn.Parameter(torch.ones(width, dtype=dtype))
 
     def forward(self, x: Tensor, gate: Tensor, kernel: DeltaKernel) -> Tensor:
         """x, gate [t, heads, V] -> [t, heads, V]"""
         weight = copy_to_tensor_model_parallel_region(self.weight, group=self._tp_group)
-        out, shrink = kernel.gated_norm(x, gate, weight, **self._setting)
+        out, shrink = kernel.gated_norm(x, gate, weight, self._eps, self._activation)
         if self.save_policy is not None:
-            again = partial(kernel.gated, **self._setting)
-            self.save_policy.mark_recomputable(out, again, x, gate, self.weight, shrink)
+            compute = partial(kernel.gated, eps=self._eps, activation=self._activation)
+            self.save_policy.mark_recomputable(out, compute, x, gate, self.weight, shrink)
         return out
 
 
@@ -47,8 +47,8 @@ def gated_norm(
 
 
 class _GatedNorm(torch.autograd.Function):
-    """(x, gate [t, heads, V], weight [V], eps, activation) -> the gated norm [t, heads, V], and 1 / root mean square of each head,
-    [t, heads, 1], which has no gradient."""
+    """(x, gate [t, heads, V], weight [V], eps, activation) -> the gated norm [t, heads, V], and 1 / root mean square of
+    each head, [t, heads, 1], which has no gradient."""
 
     @staticmethod
     def forward(
@@ -74,7 +74,7 @@ class _GatedNorm(torch.autograd.Function):
         return dx, dgate, dweight.to(weight.dtype), None, None
 
 
-def gated(x: Tensor, gate: Tensor, weight: Tensor, shrink: Tensor, activation: Activation) -> Tensor:
+def gated(x: Tensor, gate: Tensor, weight: Tensor, shrink: Tensor, activation: Activation = "silu") -> Tensor:
     out, activate = torch.empty_like(x), torch.sigmoid if activation == "sigmoid" else torch.nn.functional.silu
     for rows in _blocks(x):
         out[rows] = _wide(x[rows]) * shrink[rows] * _wide(weight) * activate(_wide(gate[rows]))

@@ -146,7 +146,7 @@ class RecurrentLayer(MegatronModule):
 
     @abstractmethod
     def mixed(self, projected: Any, documents: LinearDocuments, packed: PackedDocuments) -> Tensor:
-        """What `projected` returned -> input of the output projection, [t, columns]."""
+        """Result of `projected` -> input of the output projection, [t, columns]."""
 
     @abstractmethod
     def split_weights(self) -> dict[str, Tensor]:

@@ -27,6 +27,8 @@ class LatentAttentionConfig(MixerSection):
     """Width of the part that is rotated."""
     v_head_dim: Positive = 128
     """Width of a value and of a head's output."""
+    head_gate: bool = False
+    """Multiply the output of each head by sigmoid(gate), a projection of the token (Ling 3.0)."""
     norm_epsilon: Annotated[float, Field(gt=0.0)] = 1e-6
     """Epsilon inside the norms of latents: 1e-6 in released models, whatever model.norm_epsilon is."""
 

@@ -3,6 +3,7 @@
 import copy
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -128,6 +129,10 @@ def hf_losses(model: Any, sample: Sample) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(model(input_ids=tokens).logits[0, :-1], tokens[0, 1:], reduction="none")
 
 
+# These functions of transformers compute in fp32 whatever the type of their arguments.
+_IN_FP32 = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
+
+
 def in_float64(model: Any) -> Any:
     """A float64 copy of a transformers model.  Its sums whose terms cancel, such as the gradient of a router's bias,
     are exact.
@@ -139,12 +144,11 @@ def in_float64(model: Any) -> Any:
     if getattr(wide.config, "_experts_implementation", None):
         wide.set_experts_implementation("eager")  # the grouped product has no float64
     module = sys.modules[type(model).__module__]
-    # this function computes in fp32 whatever the type of its arguments
-    if hasattr(module, "torch_chunk_gated_delta_rule"):
+    for name in filter(partial(hasattr, module), _IN_FP32):
         forward = wide.forward
 
         def with_recurrence(*args: Any, **kwargs: Any) -> Any:
-            with mock.patch.object(module, "torch_chunk_gated_delta_rule", gated_delta_rule):
+            with mock.patch.object(module, name, gated_delta_rule):
                 return forward(*args, use_cache=False, **kwargs)
 
         wide.forward = with_recurrence

@@ -240,6 +240,13 @@ CASES: dict[str, Case] = {
         gradients="tp_cp_ep2+selective",
         more_gradients="one tp cp+full cp4+selective pp ep dp_sharded tp_virtual tp_pp",
     ),
+    "ling": Case(
+        dict(family="bailing_hybrid", seed=LINEAR_SEED),
+        losses="one",
+        more_losses="cp+selective",
+        gradients="tp_virtual",
+        more_gradients="one tp cp+full cp4+selective pp ep tp_cp_ep2+selective",
+    ),
     "moonlight": Case(
         dict(
             family="deepseek_v3",

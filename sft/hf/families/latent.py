@@ -31,11 +31,12 @@ LATENT_KEYS = {
 LATENT_IMPLIED = {**SIGMOID, "qkv_bias": False, "qk_norm": False, "head_dim": None, f"{_LATENT}.norm_epsilon": 1e-6}
 
 
-def latent_attention(model: str = "model") -> tuple[Rule, ...]:
+def latent_attention(model: str = "model", block: str = "self_attn", output: str = "o_proj") -> tuple[Rule, ...]:
+    """The rules of latent attention.  block, output: names of its module and of the output projection in it"""
     layer = f"{model}.layers.{LAYER}"
 
     def rule(ours: str, name: str, shape: str, needs: str = "") -> Rule:
-        view = View(f"{layer}.self_attn.{name}.weight", shape)
+        view = View(f"{layer}.{block}.{name}.weight", shape)
         return Rule(f"{_OURS}.{ours}", (view,), needs=f"{_LATENT}.{needs}" if needs else "")
 
     return (
@@ -47,7 +48,8 @@ def latent_attention(model: str = "model") -> tuple[Rule, ...]:
         rule("linear_kv_down_proj.weight", "kv_a_proj_with_mqa", "C h"),
         rule("linear_kv_up_proj.layer_norm_weight", "kv_a_layernorm", "L"),
         rule("linear_kv_up_proj.weight", "kv_b_proj", "B L"),
-        rule("linear_proj.weight", "o_proj", "h O"),
+        rule("linear_gate_proj.weight", "g_proj", "a h", "head_gate"),
+        rule("linear_proj.weight", output, "h O"),
     )
 
 

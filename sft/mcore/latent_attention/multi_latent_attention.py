@@ -2,7 +2,7 @@
 
     latent, rotary key = down projection(hidden state)       keys, values = up projection(norm(latent))
     query = projection(hidden state), or up projection(norm(down projection(hidden state)))
-    output = projection(attention(query, (keys, rotary key), values))
+    output = projection(attention(query, (keys, rotary key), values)), with a sigmoid gate for each head in Ling 3.0
 
 Tensor-parallel ranks divide the heads among themselves.  Every rank holds the whole down projections.  Under sequence
 parallelism a rank applies them to its tokens, and the latents are gathered, which are narrower than hidden states.  In
@@ -130,6 +130,8 @@ class MultiLatentAttention(MegatronModule):
         self.core_attention = core_attention(
             config=config, model=model, layer_number=layer_number, pg_collection=pg_collection, **core_arguments
         )
+        if latent.head_gate:
+            self.linear_gate_proj = column_parallel(hidden, heads, **column)
         self.linear_proj = row_parallel(
             heads * latent.v_head_dim,
             hidden,
@@ -148,6 +150,9 @@ class MultiLatentAttention(MegatronModule):
         assert attention_mask is None
         query, (latent, rotary_key) = self._query(hidden_states, documents), self._latent(hidden_states)
         out = self.core_attention(query, latent, rotary_key, self.linear_kv_up_proj, documents)
+        if self._sizes.head_gate:
+            gate = self.linear_gate_proj(hidden_states)[0].squeeze(1)
+            out = out * gate.float().sigmoid().to(out.dtype)[..., None]
         result: tuple[Tensor, Tensor | None] = self.linear_proj(out.flatten(1).unsqueeze(1))
         return result
 

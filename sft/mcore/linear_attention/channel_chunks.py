@@ -92,7 +92,6 @@ class ChannelChunks:
 
     All tensors except `sums` have the dtype of states.
 
-
     q, k              [n, heads, c, K], divided by their norms; q is also divided by sqrt(K)
     q_scale, k_scale  [n, heads, c, 1], the factors that were applied to q and k
     v                 [n, heads, c, V]

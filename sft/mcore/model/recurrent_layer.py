@@ -185,11 +185,6 @@ class RecurrentLayer(MegatronModule):
     ) -> dict[str, Any]:
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state: dict[str, Any] = {}
-        for name in self.modules_with_state:
-            module = getattr(self, name)
-            state |= sharded_state_dict_default(
-                module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self._tp
-            )
         own = self.split_weights()
         for name, module in self.named_children():
             if f"{name}.weight" not in own:

@@ -129,7 +129,7 @@ def bytes_kept(overrides: Sequence[str], num_layers: int) -> int:
         ([*LATENT, "train.recompute=selective"], 260 + 48 + 192 + 160 + 32 + 36 + 44),
         ([*LATENT, "train.recompute=attention_kept"], 128 + 160 + 32),
         # gates of 8 heads in fp32 and bf16, and the gated output 160
-        ([*LATENT, "model.latent_attention.head_gate=true", "train.recompute=selective"], 612 + 32 + 16 + 160),
+        ([*LATENT, "model.latent_attention.head_gate=true", "train.recompute=selective"], 772 + 32 + 16 + 160),
         # keys and values of 22 elements for each of 8 heads (352), fewer bytes than 2 x 204 of the latent and rotary
         # key (408)
         (

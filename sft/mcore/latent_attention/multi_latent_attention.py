@@ -152,7 +152,8 @@ class MultiLatentAttention(MegatronModule):
         out = self.core_attention(query, latent, rotary_key, self.linear_kv_up_proj, documents)
         if self._sizes.head_gate:
             gate = self.linear_gate_proj(hidden_states)[0].squeeze(1)
-            out = out * gate.float().sigmoid().to(out.dtype)[..., None]
+            gate = gate.float().sigmoid().to(out.dtype)
+            out = out * gate[..., None]
         result: tuple[Tensor, Tensor | None] = self.linear_proj(out.flatten(1).unsqueeze(1))
         return result
 

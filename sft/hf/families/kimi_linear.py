@@ -155,7 +155,7 @@ def _ling() -> tuple[Rule, ...]:
 
 
 def _ling_layers(content: Mapping[str, Any]) -> list[int]:
-    """As `_layers`.  Without layer_types, the last layer of each group of layer_group_size has full attention."""
+    """`_layers` for Ling.  Without layer_types, the last layer of each group of layer_group_size has full attention."""
     count, size = content.get("num_hidden_layers"), content.get("layer_group_size", 6)
     if content.get(_TYPES) is None and type(count) is int:
         if type(size) is not int or size < 1:

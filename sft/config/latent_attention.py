@@ -27,12 +27,18 @@ class LatentAttentionConfig(MixerSection):
     """Width of the part that is rotated."""
     v_head_dim: Positive = 128
     """Width of a value and of a head's output."""
+    head_gate: bool = False
+    """Multiply the output of each head by sigmoid(gate), a projection of the token (Ling 3.0)."""
     norm_epsilon: Annotated[float, Field(gt=0.0)] = 1e-6
     """Epsilon inside the norms of latents: 1e-6 in released models, whatever model.norm_epsilon is."""
 
     @property
     def is_used(self) -> bool:
         return self.kv_lora_rank is not None
+
+    @property
+    def shares_input_norm(self) -> bool:
+        return self.is_used
 
     def has_layer(self, number: int) -> bool:
         return self.is_used
@@ -91,7 +97,6 @@ class LatentAttentionConfig(MixerSection):
             "norm_zero_centered": model.norm_zero_centered,
             "norm_placement": model.norm_placement != "pre",
             "rope.fraction": model.rope.fraction != 1.0,
-            "rope.skip_layers": bool(model.rope.skip_layers),
             "rope.query_scale_beta": model.rope.query_scale_beta is not None,
         }
         for name in (name for name, is_used in excluded.items() if is_used):

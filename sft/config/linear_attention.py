@@ -1,14 +1,23 @@
-"""Keys of layers with linear attention: the gated delta rule (Yang et al., 2024, arXiv:2412.06464)."""
+"""Keys of layers with linear attention: the gated delta rule (Yang et al., 2024, arXiv:2412.06464).
+
+Its decay belongs to a head (Gated DeltaNet) or to each channel of a head's keys (Kimi Delta Attention,
+arXiv:2510.26692).
+"""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from sft.config.mixer_section import MixerSection
 from sft.config.section import Positive, divisors
 
+Activation = Literal["silu", "sigmoid"]
+
 
 class LinearAttentionConfig(MixerSection):
     kind = "linear attention"
+    is_recurrent = True
     layers: list[Positive] = []
     """Layers with linear attention in place of attention, counted from 1 (Qwen3-Next: three of four)."""
     num_key_heads: Positive | None = None
@@ -21,6 +30,14 @@ class LinearAttentionConfig(MixerSection):
     """Width of a value."""
     conv_kernel: Positive = 4
     """Tokens that the short causal convolution on queries, keys and values sees: a token and those before it."""
+    decay: Literal["head", "channel"] = "head"
+    """A token has a decay for each head (Gated DeltaNet), or for each channel of its keys (Kimi Delta Attention)."""
+    low_rank: Positive | None = None
+    """Inner width of the projections to decay and gate, of two matrices each (Kimi-Linear); null: one matrix each."""
+    decay_floor: Annotated[float, Field(lt=0.0)] | None = None
+    """Lower limit f of the decay's logarithm, f * sigmoid(exp(A_log) * a) (Ling 3.0); null: it has no limit."""
+    gate: Activation = "silu"
+    """Activation of the gate on the output (sigmoid: Kimi Delta Attention)."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         keys, values = self.num_key_heads, self.num_value_heads
@@ -36,6 +53,11 @@ class LinearAttentionConfig(MixerSection):
         if keys and values and values % keys:
             fitting = ", ".join(map(str, divisors(values)))
             yield "num_key_heads", f"does not divide {values} value heads; use one of {fitting}"
+        elif self.has_channel_decay and keys != values:
+            yield "num_key_heads", f"must be num_value_heads, {values}, with decay = channel"
+        for name in ("low_rank", "decay_floor"):
+            if getattr(self, name) is not None and not self.has_channel_decay:
+                yield name, "has no effect with decay = head; use null"
 
     def conflicts_with(self, model: Any) -> Iterator[tuple[str, str]]:
         both = sorted({*self.layers} & {*(model.sliding_window_layers or ())})
@@ -48,6 +70,19 @@ class LinearAttentionConfig(MixerSection):
     @property
     def named(self) -> list[int]:
         return self.layers
+
+    @property
+    def shares_input_norm(self) -> bool:
+        return self.low_rank is not None
+
+    @property
+    def has_channel_decay(self) -> bool:
+        return self.decay == "channel"
+
+    @property
+    def num_decays(self) -> int:
+        """Decays of a token; 0 without layers."""
+        return self.key_width if self.has_channel_decay else self.num_value_heads or 0
 
     @property
     def key_width(self) -> int:

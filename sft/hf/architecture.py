@@ -27,7 +27,6 @@ from sft.hf.nested_config import located, put_back, text_part
 from sft.hf.quantization import Mxfp4, Scheme, scheme_of
 from sft.hf.rotary import by_layer_type, rope_of, written
 
-_LONGEST = "max_position_embeddings"
 _MOST = {"num_layers": MOST_LAYERS, "moe.num_experts": MOST_EXPERTS}
 _REQUIRED = (  # keys that config.json must have if the family has them
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size"),
@@ -168,8 +167,8 @@ def write_back(
         outer = ("original_max_position_embeddings", *(("rope_theta", "rope_scaling") if is_new else ()))
         changed = {key: value for key, value in changed.items() if key not in outer}
         changed |= written(now.rope, family, is_new=is_new)
-    if seq_length is not None and isinstance(content.get(_LONGEST), int):
-        changed[_LONGEST] = max(content[_LONGEST], seq_length)
+    if seq_length is not None and isinstance(content.get(family.longest), int):
+        changed[family.longest] = max(content[family.longest], seq_length)
     name = "dtype" if "dtype" in content else "torch_dtype"
     if name in content or dtype != "float32":
         changed[name] = dtype

@@ -176,6 +176,7 @@ class Family:
     # The rotary base of layers with a window, if config.json has no such groups: its key, and the value if the key is
     # absent.  None: the base of the other layers.
     window_theta: tuple[str, float] | None = None
+    longest: str = "max_position_embeddings"  # key of config.json: the longest text that the model was trained for
     passed_through: tuple[str, ...] = ()  # patterns of names of tensors that are kept and not trained: `visual.*`
     has_mtp_layers: bool = False  # whether files may have layers after the model's last one, for multi-token prediction
     mtp: MtpBlock | None = None  # the block for multi-token prediction that a model may train; None: unknown

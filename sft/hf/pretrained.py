@@ -9,8 +9,6 @@ from sft.hf.architecture import Architecture, architecture, read
 from sft.hf.hub import CONFIG, is_hub_name, local_folder, snapshot
 from sft.hf.nested_config import text_part
 
-_LONGEST = "max_position_embeddings"
-
 
 def read_pretrained(name: str, shown: str | None = None) -> tuple[Pretrained, Architecture]:
     """The model of this name, and what its config.json describes.
@@ -24,7 +22,7 @@ def read_pretrained(name: str, shown: str | None = None) -> tuple[Pretrained, Ar
     folder = local_folder(name) if on_hub is None else on_hub.folder
     content = read(folder)
     model = architecture(content, shown or _config_of(name, folder, is_on_hub=on_hub is not None))
-    longest = text_part(content, model.family).get(_LONGEST)
+    longest = text_part(content, model.family).get(model.family.longest)
     pretrained = Pretrained(
         name=name,
         folder=folder,

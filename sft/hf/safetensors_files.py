@@ -103,7 +103,7 @@ class SafetensorsFolder:
                 continue
             rows = slice(start + first * step, start + (first + len(block) - 1) * step + 1, step)
             part = self._part(name, (*index, *([*columns, rows] if transposed else [rows, *columns])))
-            block.copy_(part.T if transposed else part)
+            block.copy_((part.T if transposed else part).reshape(block.shape))
             self._mapped_bytes += len(block) * row_bytes
             if self._mapped_bytes >= MAPPED_BYTES:
                 self.close()

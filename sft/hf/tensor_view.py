@@ -39,6 +39,7 @@ class HfView:
     num_rows: int
     transposed: bool = False
     num_blocks: int = 1
+    is_vector: bool = False  # the matrix has one column, and the view is a vector
 
     @property
     def name(self) -> str:
@@ -47,6 +48,8 @@ class HfView:
     @property
     def shape(self) -> tuple[int, ...]:
         matrix = self.tensor.shape[len(self.index) :]
+        if self.is_vector:
+            return (self.num_rows,)
         return (self.num_rows, *(matrix[:1] if self.transposed else matrix[1:]))
 
     @property
@@ -97,7 +100,7 @@ class View:
     """An `HfView` in a rule, with placeholders in the name and letters in the shape.
 
     shape: shape of the stored tensor.  "q+k+k h" has rows of queries, then keys, then values.  "X h e+e" is one matrix
-        for each expert, with columns of gate, then up.
+        for each expert, with columns of gate, then up.  "1 1 m 1" is a vector.
     part: number of the summand that the view contains.  ("q+k+k h", part=1) -> the rows of keys
     blocks: letter for the number of blocks; each block has rows of all summands.  "": one block.
         ("X e+e", part=1, blocks="e") -> the elements 1, 3, 5, ... for each expert
@@ -113,10 +116,14 @@ class View:
     def stacks_experts(self) -> bool:
         return self.shape.startswith("X")
 
+    @property
+    def _is_vector(self) -> bool:
+        return self.shape.startswith("1 1 ")
+
     def of(self, layer: int | None, expert: int | None, sizes: Mapping[str, int]) -> HfView:
         """The view of this layer and expert.  sizes: the size for each letter"""
         axes = [[sizes[letter] for letter in axis.split("+")] for axis in self.shape.split()]
-        index = (expert,) if self.stacks_experts and expert is not None else ()
+        index = (expert,) if self.stacks_experts and expert is not None else (0, 0) if self._is_vector else ()
         parts = axes[-1] if self.transposed else axes[len(index)]
         num_blocks = sizes[self.blocks] if self.blocks else 1
         name = self.name.replace(LAYER, str(layer)).replace(EXPERT, str(expert))
@@ -127,4 +134,5 @@ class View:
             num_rows=parts[self.part],
             transposed=self.transposed,
             num_blocks=num_blocks,
+            is_vector=self._is_vector,
         )

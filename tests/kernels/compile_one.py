@@ -10,6 +10,7 @@ a launch.
 
 import importlib
 import json
+import math
 import os
 import sys
 import time
@@ -174,8 +175,9 @@ class _Passing:
 def linear(number: int, architecture: str) -> Iterator[Compiled]:
     """The kernels of a layer of linear attention: two fragments of a long document, and a short document."""
     driver, found = triton_driver.activate(configurations.ARCHITECTURES[architecture][0]), list[Compiled]()
-    from sft.mcore.linear_attention.delta_rule import Fragments, Inputs
-    from sft.mcore.linear_attention.gated_delta import gated_delta_rule
+    from sft.mcore.linear_attention.delta_rule import Inputs
+    from sft.mcore.linear_attention.recurrence import Fragments
+    from sft.mcore.linear_attention.recurrent_attention import recurrent_attention
     from sft.parallel.taps import Taps
 
     shape, (config, mixer) = list(configurations.linear().items())[number]
@@ -200,19 +202,20 @@ def linear(number: int, architecture: str) -> Iterator[Compiled]:
             out = kernel.convolution(x, weight, plan, None)
         with recorded(f"convolution, cp {cp_size}: backward", driver, found):
             out.backward(torch.zeros_like(out))
-    a, a_log, dt_bias = made(tokens, value_heads), made(value_heads), made(value_heads)
+    decays = (value_heads, shape.key_width) if shape.decay == "channel" else (value_heads,)
+    a, a_log, dt_bias = made(tokens, *decays), made(value_heads), made(math.prod(decays))
     with recorded("decay: forward", driver, found):
-        g = kernel.log_decay(a, a_log, dt_bias)
+        g = kernel.log_decay(a, a_log, dt_bias, shape.low_limit)
     with recorded("decay: backward", driver, found):
         g.backward(torch.zeros_like(g))
     for linked in ([0, 1], []):
         schedule = kernel.schedule(Fragments.of([0, 130, 264, tokens], linked=linked), value_heads, cpu)
         q, k = made(tokens, heads, shape.key_width), made(tokens, heads, shape.key_width)
         v = made(tokens, value_heads, shape.value_width)
-        inputs = Inputs(q, k, v, made(tokens, value_heads, dtype=torch.float32), made(tokens, value_heads))
+        inputs = Inputs(q, k, v, made(tokens, *decays, dtype=torch.float32), made(tokens, value_heads))
         what = "delta rule, states passed" if linked else "delta rule"
         with recorded(f"{what}: forward", driver, found):
-            out = gated_delta_rule(inputs, schedule, kernel, _Passing() if linked else None)
+            out = recurrent_attention(inputs, schedule, kernel, _Passing() if linked else None)
         with recorded(f"{what}: backward", driver, found):
             out.backward(torch.zeros_like(out))
     norm = (
@@ -221,7 +224,7 @@ def linear(number: int, architecture: str) -> Iterator[Compiled]:
         made(shape.value_width),
     )
     with recorded("gated norm: forward", driver, found):
-        normed, _ = kernel.gated_norm(*norm, 1e-6)
+        normed, _ = kernel.gated_norm(*norm, 1e-6, shape.gate)
     with recorded("gated norm: backward", driver, found):
         normed.backward(torch.zeros_like(normed))
     yield from found

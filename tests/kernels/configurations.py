@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from sft.config import Config
+from sft.config.linear_attention import Activation
 from sft.layers import kernel_rates
 from sft.layers.kinds import all_layer_groups
 from sft.layers.mixer import Mixer
@@ -36,17 +37,24 @@ ARCHITECTURES = {"sm_90a": (9, 0), "sm_100a": (10, 0)}
 class Linear(NamedTuple):
     """Layers with linear attention.
 
-    heads_per_key  number of value heads that share a key head
+    heads_per_key     number of value heads that share a key head
+    decay, low_limit  `LinearAttentionConfig.decay` and `decay_floor`
+    gate              activation of the gate on the output
     """
 
     key_width: int
     value_width: int
     heads_per_key: int
     taps: int
+    decay: str
+    low_limit: float | None
+    gate: Activation
 
     @property
     def text(self) -> str:
-        return f"{self.key_width}/{self.value_width}, {self.heads_per_key} heads a key, {self.taps} taps"
+        of_channels = ", decays of channels" if self.decay == "channel" else ""
+        sizes = f"{self.key_width}/{self.value_width}, {self.heads_per_key} heads a key, {self.taps} taps"
+        return f"{sizes}{of_channels}{'' if self.low_limit is None else ' with a limit'}"
 
 
 def models() -> Iterator[tuple[str, Config]]:
@@ -102,7 +110,8 @@ def linear() -> dict[Linear, tuple[Config, Mixer]]:
         if mixer.kind == "linear attention":
             sizes = config.model.linear_attention
             ratio = (sizes.num_value_heads or 0) // (sizes.num_key_heads or 1)
-            shape = Linear(sizes.key_head_dim, sizes.value_head_dim, ratio, sizes.conv_kernel)
+            own = sizes.decay, sizes.decay_floor, sizes.gate
+            shape = Linear(sizes.key_head_dim, sizes.value_head_dim, ratio, sizes.conv_kernel, *own)
             found.setdefault(shape, (_in_bf16(config), mixer))
     return found
 

@@ -3,6 +3,7 @@
 import copy
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,6 +11,7 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from sft.batch import Sample
 from sft.console import QUIET
@@ -104,42 +106,20 @@ def in_stored_names(
             gradient = found.setdefault(view.name, torch.full(view.tensor.shape, torch.nan))[view.index]
             matrix = gradient.T if view.transposed else gradient
             where = [view.row(number) for number in range(span.start, span.start + span.num_rows)]
-            matrix[where] = torch.from_numpy(rows)
+            matrix[where] = torch.from_numpy(rows).reshape(matrix[where].shape)
     assert used == whole.keys()
     return found
-
-
-# Model types whose files hold experts as transformers has them in memory; types whose files call the matrices of an
-# expert w1, w2 and w3.
-_AS_IN_MEMORY, _NUMBERED = ("gpt_oss", "gemma4_text"), ("minimax_m2", "mixtral")
 
 
 def stored_gradients(
     model: Any, of: Callable[[torch.Tensor], torch.Tensor | None] = lambda param: param.grad
 ) -> dict[str, torch.Tensor]:
-    """The gradients of the transformers model under the tensor names of its files, where each expert has its own
-    matrices.
+    """The gradients of the transformers model under the tensor names of its files, which transformers converts.
 
-    Files of some families hold the tensors of all experts as transformers has them in memory.
     of: returns the tensor of a parameter; None if the parameter has no tensor
     """
-    found = {}
-    for name, param in model.named_parameters():
-        tensor = of(param)
-        if tensor is None:
-            continue
-        block, _, kind = ("", "", name) if model.config.model_type in _AS_IN_MEMORY else name.rpartition(".experts.")
-        for number, grad in enumerate(tensor if block else ()):
-            parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
-            if model.config.model_type in _NUMBERED:
-                parts = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}[kind]
-            for part, rows in zip(parts, grad.chunk(len(parts))):
-                found[f"{block}.experts.{number}.{part}.weight"] = rows.clone()
-        if not block:
-            found[name] = tensor.clone()
-    if model.config.model_type in _NUMBERED:
-        return {name.replace(".mlp.", ".block_sparse_moe."): tensor for name, tensor in found.items()}
-    return found
+    found = {name: tensor for name, param in model.named_parameters() if (tensor := of(param)) is not None}
+    return {name: tensor.clone() for name, tensor in revert_weight_conversion(model, found).items()}
 
 
 def hf_losses(model: Any, sample: Sample) -> torch.Tensor:
@@ -147,6 +127,10 @@ def hf_losses(model: Any, sample: Sample) -> torch.Tensor:
     without padding."""
     tokens = torch.from_numpy(sample.tokens.astype(np.int64))[None]
     return torch.nn.functional.cross_entropy(model(input_ids=tokens).logits[0, :-1], tokens[0, 1:], reduction="none")
+
+
+# These functions of transformers compute in fp32 whatever the type of their arguments.
+_IN_FP32 = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
 
 
 def in_float64(model: Any) -> Any:
@@ -160,12 +144,11 @@ def in_float64(model: Any) -> Any:
     if getattr(wide.config, "_experts_implementation", None):
         wide.set_experts_implementation("eager")  # the grouped product has no float64
     module = sys.modules[type(model).__module__]
-    # this function computes in fp32 whatever the type of its arguments
-    if hasattr(module, "torch_chunk_gated_delta_rule"):
+    for name in filter(partial(hasattr, module), _IN_FP32):
         forward = wide.forward
 
         def with_recurrence(*args: Any, **kwargs: Any) -> Any:
-            with mock.patch.object(module, "torch_chunk_gated_delta_rule", gated_delta_rule):
+            with mock.patch.object(module, name, gated_delta_rule):
                 return forward(*args, use_cache=False, **kwargs)
 
         wide.forward = with_recurrence

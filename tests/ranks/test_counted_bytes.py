@@ -61,6 +61,11 @@ CASES = {
     "dense, norms on outputs": GEMMA,
     "experts": [*EXPERTS, "model.moe.shared_ffn_hidden_size=128", "model.moe.shared_gate=true"],
     "linear": LINEAR,
+    "linear, channels": [
+        *LINEAR,
+        *("model.linear_attention.num_key_heads=4", "model.linear_attention.decay=channel"),
+        *("model.linear_attention.low_rank=64", "model.linear_attention.gate=sigmoid"),
+    ],
     "latent": LATENT,
     "gpt-oss": [*EXPERTS, *GPT_OSS, "model.sliding_window=20", "model.sliding_window_layers=EVERY"],
 }

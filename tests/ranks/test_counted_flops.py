@@ -128,6 +128,10 @@ def document() -> list[Sample]:
 WINDOW = ["model.sliding_window=300", "model.sliding_window_layers=[1]"]
 SHARED = [*MOE, "model.moe.shared_ffn_hidden_size=20"]
 LINEAR_LAYER = [*LINEAR, "model.linear_attention.layers=[2]"]
+CHANNELS = [
+    *("model.linear_attention.num_key_heads=8", "model.linear_attention.decay=channel"),
+    *("model.linear_attention.low_rank=8", "model.linear_attention.gate=sigmoid"),
+]
 FULL, SELECTIVE = "train.recompute=full", "train.recompute=selective"
 CASES = {
     "dense": [],
@@ -144,6 +148,7 @@ CASES = {
     "gemma 4, selective": [*MOE, *GEMMA4, *GEMMA4_EXPERTS, *WINDOW, SELECTIVE],
     "linear": LINEAR_LAYER,
     "linear, selective": [*LINEAR_LAYER, SELECTIVE],
+    "linear, channels": [*LINEAR_LAYER, *CHANNELS],
     "latent": LATENT,
     "latent, full": [*LATENT, FULL],
     "routers": [*MOE, *ROUTERS, SELECTIVE],  # the first layer has no experts

@@ -233,6 +233,20 @@ CASES: dict[str, Case] = {
         more_gradients="one tp ep one+selective pp dp_sharded cp4 tp_cp+full tp4 cp_dp tp_dp pp_dp cp_ep+selective "
         "tp_ep",
     ),
+    "kimi_linear": Case(
+        dict(family="kimi_linear", seed=LINEAR_SEED),
+        losses="one",
+        more_losses="cp+selective",
+        gradients="tp_cp_ep2+selective",
+        more_gradients="one tp cp+full cp4+selective pp ep dp_sharded tp_virtual tp_pp",
+    ),
+    "ling": Case(
+        dict(family="bailing_hybrid", seed=LINEAR_SEED),
+        losses="one",
+        more_losses="cp+selective",
+        gradients="tp_virtual",
+        more_gradients="one tp cp+full cp4+selective pp ep tp_cp_ep2+selective",
+    ),
     "moonlight": Case(
         dict(
             family="deepseek_v3",

@@ -36,6 +36,8 @@ MOE = ["model.moe.num_experts=4", "model.moe.top_k=2", "model.moe.ffn_hidden_siz
 DELTA = (
     "model.linear_attention={layers: ALL, num_key_heads: 2, num_value_heads: 4, key_head_dim: 16, value_head_dim: 32}"
 )
+KIMI = DELTA.replace("heads: 2", "heads: 4").replace("}", ", decay: channel, gate: sigmoid}")
+LOW_RANK = KIMI.replace("}", ", low_rank: 8}")
 LATENT = [
     *("model.latent_attention.kv_lora_rank=20", "model.latent_attention.q_lora_rank=16"),
     *("model.latent_attention.qk_nope_head_dim=8", "model.latent_attention.qk_rope_head_dim=4"),
@@ -117,10 +119,17 @@ def bytes_kept(overrides: Sequence[str], num_layers: int) -> int:
         # fp32 scales of the gated norm 16; the bytes outside of attention of the first case without recomputation;
         # output of the gated norm 256
         ([DELTA, "train.recompute=none"], 260 + 656 + 384 + 56 + 256 + 16 + 256 + 4 + 256 + 768 + 384 + 384 + 384),
+        # decays of channels, 4 x 16 (64): projections of q and k 256, v and z 512, beta 8, decays 128; q, k, v 512;
+        # decays 64 x 12; the rest as above
+        ([KIMI, "train.recompute=none"], 260 + 904 + 512 + 768 + 8 + 256 + 16 + 256 + 4 + 256 + 768 + 384 + 384 + 384),
+        # two inner values of 8, in place of the projection of decays
+        ([LOW_RANK, "train.recompute=none"], 260 + 808 + 512 + 776 + 256 + 16 + 256 + 4 + 256 + 768 + 384 + 384 + 384),
         # latent attention: 2 x 24 (latent and rotary key); 8 queries of 12 (192), output 8 x 10 (160), log-sum-exp 32;
         # both latents before their norms, 2 x 16 and 2 x 20, each with an fp32 scale of 4
         ([*LATENT, "train.recompute=selective"], 260 + 48 + 192 + 160 + 32 + 36 + 44),
         ([*LATENT, "train.recompute=attention_kept"], 128 + 160 + 32),
+        # gates of 8 heads in fp32 and bf16, and the gated output 160
+        ([*LATENT, "model.latent_attention.head_gate=true", "train.recompute=selective"], 772 + 32 + 16 + 160),
         # keys and values of 22 elements for each of 8 heads (352), fewer bytes than 2 x 204 of the latent and rotary
         # key (408)
         (

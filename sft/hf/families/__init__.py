@@ -8,6 +8,7 @@ files declare families:
     routed.py                            routers with sigmoid scores
     linear.py                            linear attention
     latent.py                            latent attention
+    kimi_linear.py                       Kimi Delta Attention beside latent attention
     vision.py                            a vision tower beside a language model of another family
 
 `unsupported.py` says what other families need.
@@ -18,6 +19,7 @@ from typing import Any
 
 from sft.hf.families.gemma import GEMMA
 from sft.hf.families.gemma4 import GEMMA4
+from sft.hf.families.kimi_linear import KIMI_LINEAR
 from sft.hf.families.latent import LATENT
 from sft.hf.families.linear import LINEAR_FAMILIES
 from sft.hf.families.llama import LLAMA_LIKE
@@ -28,7 +30,18 @@ from sft.hf.family import Family
 
 FAMILIES = {
     family.name: family
-    for family in (*LLAMA_LIKE, *VARIANTS, *GEMMA, *GEMMA4, *GPT_OSS, *ROUTED, *LINEAR_FAMILIES, *LATENT, *VISION)
+    for family in (
+        *LLAMA_LIKE,
+        *VARIANTS,
+        *GEMMA,
+        *GEMMA4,
+        *GPT_OSS,
+        *ROUTED,
+        *LINEAR_FAMILIES,
+        *LATENT,
+        *KIMI_LINEAR,
+        *VISION,
+    )
 }
 
 

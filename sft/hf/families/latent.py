@@ -21,21 +21,22 @@ from sft.hf.tensor_view import LAYER, View
 _OURS = "decoder.layers.self_attention"
 _KINDS, _LATENT = "mlp_layer_types", "latent_attention"
 _NAMES = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_KEYS = {
+LATENT_KEYS = {
     **{key: name for key, name in KEYS.items() if key not in ("head_dim", "num_query_groups")},
     **{f"{_LATENT}.{name}": name for name in _NAMES},
     "rope.interleaved": "rope_interleave",
 }
 
 
-_IMPLIED = {**SIGMOID, "qkv_bias": False, "qk_norm": False, "head_dim": None, f"{_LATENT}.norm_epsilon": 1e-6}
+LATENT_IMPLIED = {**SIGMOID, "qkv_bias": False, "qk_norm": False, "head_dim": None, f"{_LATENT}.norm_epsilon": 1e-6}
 
 
-def _attention(model: str = "model") -> tuple[Rule, ...]:
+def latent_attention(model: str = "model", block: str = "self_attn", output: str = "o_proj") -> tuple[Rule, ...]:
+    """The rules of latent attention.  block, output: names of its module and of the output projection in it"""
     layer = f"{model}.layers.{LAYER}"
 
     def rule(ours: str, name: str, shape: str, needs: str = "") -> Rule:
-        view = View(f"{layer}.self_attn.{name}.weight", shape)
+        view = View(f"{layer}.{block}.{name}.weight", shape)
         return Rule(f"{_OURS}.{ours}", (view,), needs=f"{_LATENT}.{needs}" if needs else "")
 
     return (
@@ -47,7 +48,8 @@ def _attention(model: str = "model") -> tuple[Rule, ...]:
         rule("linear_kv_down_proj.weight", "kv_a_proj_with_mqa", "C h"),
         rule("linear_kv_up_proj.layer_norm_weight", "kv_a_layernorm", "L"),
         rule("linear_kv_up_proj.weight", "kv_b_proj", "B L"),
-        rule("linear_proj.weight", "o_proj", "h O"),
+        rule("linear_gate_proj.weight", "g_proj", "a h", "head_gate"),
+        rule("linear_proj.weight", output, "h O"),
     )
 
 
@@ -68,17 +70,18 @@ def _layer_types(number: int, count: int) -> dict[str, Any]:
     return {_KINDS: ["dense"] * number + ["sparse"] * (count - number)}
 
 
+DENSE_FIRST = Computed(_KINDS, _num_dense, _layer_types)
 # num_key_value_heads has no effect: kv_b_proj has keys and values for every head.
-_GROUPS = Computed("num_attention_heads", lambda content: content.get("num_attention_heads"))
+LATENT_GROUPS = Computed("num_attention_heads", lambda content: content.get("num_attention_heads"))
 _SIZES = {"qk_rope_head_dim": 64, "kv_lora_rank": 512, "rope_interleave": True, "norm_topk_prob": True}
 
 _DEEPSEEK = Family(
     model_type="deepseek_v3",  # Moonlight, too
     class_name="DeepseekV3ForCausalLM",
-    rules=(*outer(), *_attention(), *routed()),
-    implied=_IMPLIED,
-    keys={**_KEYS, **ROUTER_KEYS},
-    computed={"num_query_groups": _GROUPS, "moe.shared_ffn_hidden_size": shared_width(2048)},
+    rules=(*outer(), *latent_attention(), *routed()),
+    implied=LATENT_IMPLIED,
+    keys={**LATENT_KEYS, **ROUTER_KEYS},
+    computed={"num_query_groups": LATENT_GROUPS, "moe.shared_ffn_hidden_size": shared_width(2048)},
     aliases={"n_routed_experts": "num_local_experts"},
     defaults={
         **DEFAULTS,
@@ -112,12 +115,12 @@ LATENT = (
         model_type="glm4_moe_lite",
         class_name="Glm4MoeLiteForCausalLM",
         rules=_DEEPSEEK.rules,
-        implied=_IMPLIED,
-        keys={**_KEYS, **{key: name for key, name in ROUTER_KEYS.items() if key != "moe.dense_layers"}},
+        implied=LATENT_IMPLIED,
+        keys={**LATENT_KEYS, **{key: name for key, name in ROUTER_KEYS.items() if key != "moe.dense_layers"}},
         computed={
-            "num_query_groups": _GROUPS,
+            "num_query_groups": LATENT_GROUPS,
             "moe.shared_ffn_hidden_size": shared_width(1536),
-            "moe.dense_layers": Computed(_KINDS, _num_dense, _layer_types),
+            "moe.dense_layers": DENSE_FIRST,
         },
         aliases={"n_routed_experts": "num_local_experts"},
         defaults={

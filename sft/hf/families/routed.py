@@ -63,20 +63,20 @@ def routed(model: str = "model") -> tuple[Rule, ...]:
     )
 
 
-def shared_width(default: int) -> Computed:
+def shared_width(default: int, count_key: str = _COUNT) -> Computed:
     """A computed value: the width of the shared experts, which are one MLP in our model.
 
     {"moe_intermediate_size": 1408, "n_shared_experts": 2} -> 2816
-    default: the width of an expert if config.json has no moe_intermediate_size
+    default: the width of an expert if config.json has no moe_intermediate_size; count_key: key of their number
     """
 
     def read(content: Mapping[str, Any]) -> int:
-        width, count = content.get(_WIDTH, default), content.get(_COUNT, 1)
+        width, count = content.get(_WIDTH, default), content.get(count_key, 1)
         if type(width) is not int or type(count) is not int or count < 1:
-            raise ValueError(f"{_COUNT} = {count} with {_WIDTH} = {width} is no shared expert")
+            raise ValueError(f"{count_key} = {count} with {_WIDTH} = {width} is no shared expert")
         return width * count
 
-    return Computed(_COUNT, read)
+    return Computed(count_key, read)
 
 
 ROUTED = (

@@ -39,7 +39,6 @@ _MISSING: dict[str, tuple[str, str]] = {
     "internlm2": ("code of the model's own repository", "llama"),
     "internlm3": ("dynamic rotary positions, with which its models were released", "llama"),
     "jamba": (_MAMBA, "mixtral"),
-    "kimi_linear": ("Kimi Delta Attention layers", "qwen3_moe"),
     "lfm2": ("convolution layers", "qwen3"),
     "llama4": (f"chunked attention, and {_INTERLEAVED}", "mixtral"),
     "llama4_text": (f"chunked attention, and {_INTERLEAVED}", "mixtral"),

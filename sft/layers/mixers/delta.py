@@ -1,68 +1,62 @@
-"""Linear attention with the gated delta rule (Yang et al., 2024, arXiv:2412.06464).
-
-A token reads a state to which all earlier tokens have contributed, so its cost does not grow with the length.
-"""
+"""Linear attention with the gated delta rule (Yang et al., 2024, arXiv:2412.06464), and Kimi Delta Attention
+(arXiv:2510.26692), whose decay has a value for each channel of a key."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from sft.config import Config, ModelConfig
 from sft.config.linear_attention import LinearAttentionConfig
-from sft.layers.mixer import Mixer, MixerBytes, StateWork
+from sft.layers.mixer import MixerBytes, StateWork
 from sft.layers.mixers.delta_work import state_work
+from sft.layers.mixers.recurrent import (
+    BLOCK_NUMBERS,
+    BLOCKS,
+    FLA_CHUNK,
+    FUSED_CONVOLUTION,
+    PLAIN_CONVOLUTION,
+    STATE_INTERVAL,
+    RecurrentMixer,
+    RecurrentSizes,
+    uses_fla,
+)
 from sft.layers.moved import Moved
 from sft.layers.rank_share import FP32, RankShare
-from sft.layers.traffic import Passes, Traffic, halo_tokens
 from sft.layers.weight import LayerWeight, has_input_norms
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    from sft.parallel.branches import Branches
-
-STATE_INTERVAL = 512  # torch_kernel.py saves a state after this many tokens: schedule.CHUNK * schedule.INTERVAL
-# The size of a block of short_convolution.py, which has BLOCKS fp32 copies of a block in memory at a time.  The gated
-# norm and the delta rule need no more.  On a CPU a block fits the cache: 8,192 tokens of 2,048 channels took half the
-# time that they took in blocks 16 times as large.  On CUDA a block has 64 MiB.
-BLOCK_NUMBERS = {"cpu": 2**20, "cuda": 2**24}
-BLOCKS = 6
-FLA_CHUNK = 64  # tokens of a chunk in FLA's kernels
-# Bytes per element, in bf16, that the short convolution and the gated norm read and write, forward and backward: by
-# plain torch in fp32, as tests/unit/mcore/linear_attention/test_moved_bytes.py counts them, and by a fused kernel.
-PLAIN_CONVOLUTION, PLAIN_NORM = (68, 206), (72, 158)
-FUSED_CONVOLUTION, FUSED_NORM = (4, 12), (10, 14)  # the norm also copies the gate, a view, in forward and backward
-_A = "self_attention"
+# Bytes per element, in bf16, that the gated norm reads and writes, forward and backward: see recurrent.py.  The fused
+# norm also copies the gate, a view, in forward and backward.
+PLAIN_NORM, FUSED_NORM = (72, 158), (10, 14)
+PLAIN_DECAY, FUSED_DECAY = (30, 46), (6, 8)  # the same for the decay of a channel; those of heads are too few to count
+DUPLICATED = "linear attention, duplicated"  # `LayerWeight.part` of products that every tensor-parallel rank computes
+_A, _LOW_RANK = "self_attention", "linear_attention.low_rank"
 _WEIGHTS = (
     LayerWeight(f"{_A}.in_proj.layer_norm_weight", "h", "norm", step=0, has=has_input_norms),
-    LayerWeight(f"{_A}.in_proj.weight", "K+K+V+V+m+m h", "matrix", "rows", "linear attention", 1),
+    LayerWeight(f"{_A}.in_proj.weight", "K+K+V+Z+m+Y h", "matrix", "rows", "linear attention", 1),
+    LayerWeight(f"{_A}.gate_down.weight", "R h", "matrix", "", DUPLICATED, 1, _LOW_RANK),
+    LayerWeight(f"{_A}.decay_down.weight", "R h", "matrix", "", DUPLICATED, 1, _LOW_RANK),
+    LayerWeight(f"{_A}.decay_up.weight", "D R", "matrix", "rows", "linear attention", 2, _LOW_RANK),
     LayerWeight(f"{_A}.conv1d.weight", "K+K+V 1 c", "kernel", "rows", step=2),
     LayerWeight(f"{_A}.A_log", "m", "decay", "rows", step=2),
-    LayerWeight(f"{_A}.dt_bias", "m", "ones", "rows", step=2),
+    LayerWeight(f"{_A}.dt_bias", "D", "ones", "rows", step=2),
+    LayerWeight(f"{_A}.gate_up.weight", "V R", "matrix", "rows", "linear attention", 2, _LOW_RANK),
     LayerWeight(f"{_A}.out_norm.weight", "u", "ones", step=2),
     LayerWeight(f"{_A}.out_proj.weight", "h V", "matrix", "columns", "linear attention", 3),
 )
 
 
-def uses_fla(config: Config) -> bool:
-    """Whether FLA may compute linear attention with its elementwise operations, if it is installed."""
-    runs_on = config.run.device != "cpu" and config.run.precision == "bf16" and not config.run.deterministic
-    return config.attention.delta_rule != "torch" and runs_on
-
-
 @dataclass(frozen=True, kw_only=True)
-class HeadSizes:
+class HeadSizes(RecurrentSizes):
     """Sizes of the heads that a tensor-parallel rank holds.
 
     key_dim, value_dim  K and V: the width of a query or key, and of a value; the state of a value head is [K, V]
-    width               bytes of an element of queries, keys, values, beta and outputs; g, states and maps are in fp32
+    decays              decays of a value head for each token: 1, or one for each channel of a key
     """
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
-    width: int = 2
+    decays: int = 1
 
     @staticmethod
     def of(linear: LinearAttentionConfig, tp: int, width: int) -> "HeadSizes":
@@ -73,8 +67,13 @@ class HeadSizes:
             value_heads=linear.num_value_heads // tp,
             key_dim=linear.key_head_dim,
             value_dim=linear.value_head_dim,
+            decays=linear.key_head_dim if linear.has_channel_decay else 1,
             width=width,
         )
+
+    @property
+    def num_heads(self) -> int:
+        return self.value_heads
 
     @property
     def channels(self) -> int:
@@ -85,22 +84,12 @@ class HeadSizes:
     def token_bytes(self) -> int:
         """Bytes per token that travel to another rank (q, k, v, g, beta) and back (output)."""
         numbers = 2 * self.key_heads * self.key_dim + self.value_heads * (2 * self.value_dim + 1)
-        return self.width * numbers + FP32 * self.value_heads
+        return self.width * numbers + FP32 * self.value_heads * self.decays
 
     @property
     def map_bytes(self) -> int:
         """Bytes of a fragment's map, [K, K] and [K, V] per head, and of the state that returns, [K, V] per head."""
         return FP32 * self.value_heads * self.key_dim * (self.key_dim + 2 * self.value_dim)
-
-    def max_short(self, cp_size: int) -> int:
-        """Length of the longest document for which sending tokens takes fewer bytes than sending maps.
-
-        The document has L tokens and 2 cp fragments.  Either (cp - 1) / cp of the tokens travel, or (cp - 1) / cp of
-        the fragments' maps.  So tokens take fewer bytes if L < 2 cp * map_bytes / token_bytes.
-
-            16 key heads, 48 value heads, K = V = 128, bf16: 1,141 tokens at cp 2, 2,283 at cp 4
-        """
-        return 0 if cp_size == 1 else (2 * cp_size * self.map_bytes - 1) // self.token_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,12 +127,16 @@ class DeltaBytes(MixerBytes):
     @property
     def saved(self) -> dict[str, float]:
         width, values, of_heads = self.rank.width, self._values, self.heads.value_heads
-        state = FP32 * values * self.heads.key_dim
+        state, decays = FP32 * values * self.heads.key_dim, of_heads * self.heads.decays
+        low_rank = self.model.linear_attention.low_rank
+        # Without low_rank, the projection of decays is part of a tensor that is saved.  With low_rank, a rank has the
+        # inner values of both products for its tokens under sequence parallelism.
+        own = decays if low_rank is None else 2 * low_rank * self.rank.sequence
         saved = {
-            "projections": width * (self.heads.channels + values + 2 * of_heads),
+            "projections": width * (self.heads.channels + values + of_heads + own),
             "queries, keys, values": width * self.heads.channels,
             # The decay's logarithm, and softplus with its input; FLA saves a copy of the decay's projection instead.
-            "decays and beta": (FP32 + (width if self.is_fla else 2 * FP32) + width) * of_heads,
+            "decays and beta": (FP32 + (width if self.is_fla else 2 * FP32)) * decays + width * of_heads,
             "states": 0.0 if self.is_fla else state / STATE_INTERVAL,
             "delta rule's output": width * values,
             "gated norm's scale": FP32 * of_heads,
@@ -189,52 +182,27 @@ class DeltaBytes(MixerBytes):
         return self.heads.value_heads * self.heads.value_dim
 
 
-@dataclass(frozen=True, kw_only=True)
-class StateTraffic(Traffic):
-    """Bytes of maps and states of long documents and of trees, of tokens of short documents, and of the convolution's
-    halos.
-
-    A long document has 2 cp fragments, and one more for each place inside of a chunk where branches begin.  A short one
-    of a tree has one, and one more for each such place inside of it.  (cp - 1) / cp of the maps travel.  If cp does not
-    divide the heads, and some ranks have more fragments than others, it is not exactly this share.
-
-    passes  passes of a layer in a microbatch.  Those of attention send maps and states, all send tokens and halos
-    """
-
-    heads: HeadSizes
-    conv_kernel: int
-    passes: Passes
-
-    def others(self, padded: "np.ndarray", cp_size: int, branches: "Branches | None" = None) -> "np.ndarray":
-        heads = self.heads
-        is_short = padded <= heads.max_short(cp_size)
-        tokens = padded * (cp_size - 1) // cp_size * heads.token_bytes
-        halo = halo_tokens(padded, self.conv_kernel, cp_size, branches) * heads.channels * heads.width
-        fragments = ~is_short * 2 * cp_size
-        if branches is not None:
-            of_short, of_long = (branches.cuts(padded, chunks) for chunks in (1, 2 * cp_size))
-            fragments = fragments + is_short * branches.in_tree * (1 + of_short) + ~is_short * of_long
-        maps = fragments * (cp_size - 1) * heads.map_bytes // cp_size
-        return self.passes.num * (is_short * tokens + halo) + self.passes.of_attention * maps
-
-
 @dataclass(frozen=True)
-class DeltaRule(Mixer):
+class DeltaRule(RecurrentMixer):
     """The gated delta rule.
 
     Letters: K key heads * key width    V value heads * value width    n key heads    m value heads
-    u value width    c kernel of the convolution
+    u value width    c kernel of the convolution    D decays    R width of low_rank
+    Z, Y rows of in_proj for the gate and for the decay: V and D, or 0 with low_rank
     """
 
     kind = "linear attention"
     weights = _WEIGHTS
     is_recomputed = DeltaBytes.is_recomputed
-    has_positions = False
 
     @staticmethod
     def sizes(model: ModelConfig) -> Mapping[str, int]:
         linear = model.linear_attention
         return {
+            "D": linear.num_decays,
+            "R": linear.low_rank or 0,
+            "Z": 0 if linear.low_rank else linear.value_width,
+            "Y": 0 if linear.low_rank else linear.num_decays,
             "K": linear.key_width,
             "V": linear.value_width,
             "n": linear.num_key_heads or 0,
@@ -259,19 +227,30 @@ class DeltaRule(Mixer):
     def bytes(self, config: Config, rank: RankShare, pack: float) -> DeltaBytes:
         return DeltaBytes.of(self.model, rank, pack, is_fla=uses_fla(config))
 
-    def traffic(self, config: Config, passes: Passes) -> StateTraffic:
-        linear = self.model.linear_attention
-        heads = HeadSizes.of(linear, config.parallel.tp, passes.width)
-        return StateTraffic(heads=heads, conv_kernel=linear.conv_kernel, passes=passes)
+    @property
+    def conv_kernel(self) -> int:
+        return self.model.linear_attention.conv_kernel
+
+    def head_sizes(self, tp: int, width: int) -> HeadSizes:
+        return HeadSizes.of(self.model.linear_attention, tp, width)
 
     def moved(self, config: Config, rank: RankShare, *, is_portable: bool) -> Moved:
         """Bytes of the convolution (queries, keys, values), of the gated norm (output, gate), and of the copies of
         queries, keys and values and of the gradient of the projection's output."""
         linear, is_fused = self.model.linear_attention, uses_fla(config)
         channels, values = 2 * linear.key_width + linear.value_width, linear.value_width
-        pairs = zip(FUSED_CONVOLUTION if is_fused else PLAIN_CONVOLUTION, FUSED_NORM if is_fused else PLAIN_NORM)
-        forward, backward = (rank.width / 2 * (channels * conv + values * norm) / rank.tp for conv, norm in pairs)
-        copied, joined = (rank.width * 2 * numbers / rank.tp for numbers in (channels, channels + values))
+        decays = linear.num_decays if linear.has_channel_decay else 0
+        passes = zip(
+            FUSED_CONVOLUTION if is_fused else PLAIN_CONVOLUTION,
+            FUSED_NORM if is_fused else PLAIN_NORM,
+            FUSED_DECAY if is_fused else PLAIN_DECAY,
+        )
+        forward, backward = (
+            rank.width / 2 * (channels * conv + values * norm + decays * decay) / rank.tp
+            for conv, norm, decay in passes
+        )
+        in_one = 0 if linear.low_rank else values + decays  # beside the channels, in the projection's output
+        copied, joined = (rank.width * 2 * numbers / rank.tp for numbers in (channels, channels + in_one))
         return Moved(forward + copied, backward + joined, forward + copied)
 
     def state_work(self, config: Config, cp_size: int) -> StateWork:

@@ -11,15 +11,18 @@ PLAIN_CHUNK = 64  # schedule.CHUNK, tokens of a chunk in plain torch
 _FLA_BACKWARD, _FLA_MAPS, _FLA_STATE_GRADIENTS = 3.0, 0.75, 1.0
 # The same of plain torch, for FLOPs and for bytes: tests/unit/mcore/linear_attention/test_moved_bytes.py counts both.
 PLAIN_BACKWARD, PLAIN_MAPS, PLAIN_STATE_GRADIENTS = 2.7, 1.15, 1.0
+# With decays of channels, bytes take longer than FLOPs, and the maps of fragments leave out the pairs of queries.
+CHANNEL_BACKWARD, CHANNEL_MAPS = 2.6, 0.63
 
 
 def state_work(linear: LinearAttentionConfig, *, is_fla: bool, cp_size: int) -> StateWork:
     """The work for long documents on cp_size ranks."""
-    backward, maps, gradients = (
-        (_FLA_BACKWARD, _FLA_MAPS, _FLA_STATE_GRADIENTS)
-        if is_fla
-        else (PLAIN_BACKWARD, PLAIN_MAPS, PLAIN_STATE_GRADIENTS)
-    )
+    if is_fla:
+        backward, maps, gradients = _FLA_BACKWARD, _FLA_MAPS, _FLA_STATE_GRADIENTS
+    elif linear.has_channel_decay:
+        backward, maps, gradients = CHANNEL_BACKWARD, CHANNEL_MAPS, PLAIN_STATE_GRADIENTS
+    else:
+        backward, maps, gradients = PLAIN_BACKWARD, PLAIN_MAPS, PLAIN_STATE_GRADIENTS
     flops, num_bytes = (0.0, 0.0) if is_fla else plain_forward(linear)
     links = float(cp_size > 1)
     return StateWork(1.0 + links * maps, backward + links * gradients, flops, num_bytes)
@@ -30,9 +33,14 @@ def plain_forward(linear: LinearAttentionConfig) -> tuple[float, float]:
 
     One value head takes three products with its state, [K, V], and products with matrices of a chunk; a key head takes
     two.  Its bytes are those of tensors as wide as keys or values, of matrices of a chunk, and of a state per chunk.
+    With decays of channels, the pairs of tokens in different parts of a chunk, 48 for each token, are products as wide
+    as keys, once for queries and once for keys; so are the sums of decays in a chunk.
     """
     keys, values, chunk = linear.key_head_dim, linear.value_head_dim, PLAIN_CHUNK
     key_heads, value_heads = linear.num_key_heads or 0, linear.num_value_heads or 0
+    if linear.has_channel_decay:
+        flops = 6 * keys * values + 4 * chunk * values + chunk * chunk + (2 * 48 + 2 * chunk) * keys
+        return value_heads * flops, value_heads * (1693 * keys + 93 * values + 102 * chunk + 32 * keys * values / chunk)
     flops = value_heads * (6 * keys * values + 4 * chunk * values + chunk * chunk + 2 * chunk)
     flops += key_heads * 4 * chunk * keys
     num_bytes = value_heads * (7 * keys + 99 * values + 122 * chunk + 39 * keys * values / chunk)

@@ -31,8 +31,17 @@ _WEIGHTS = (
     LayerWeight(f"{_A}.linear_kv_down_proj.weight", "C h", "matrix", "", DUPLICATED, 1),
     LayerWeight(f"{_A}.linear_kv_up_proj.layer_norm_weight", "L", "norm", step=2),
     LayerWeight(f"{_A}.linear_kv_up_proj.weight", "B L", "matrix", "rows", EXPANDED, 2),
+    LayerWeight(f"{_A}.linear_gate_proj.weight", "a h", "matrix", "rows", "attention", 2, "latent_attention.head_gate"),
     LayerWeight(f"{_A}.linear_proj.weight", "h O", "matrix", "columns", "attention", 3),
 )
+
+
+def _gate(of: MixerBytes) -> dict[str, float]:
+    """Bytes per token that the gates of heads save: sigmoid in fp32 and in the dtype of the output, gated output."""
+    heads = of.model.num_attention_heads / of.rank.tp
+    if not of.model.latent_attention.head_gate:
+        return {}
+    return {"gates of heads": heads * (FP32 + of.rank.width * (1 + of.model.value_head_dim))}
 
 
 def _rotary(of: MixerBytes, pack: float) -> float:
@@ -56,6 +65,7 @@ class LatentBytes(MixerBytes):
             "attention's output": width * self._heads * latent.v_head_dim,
             "log-sum-exp": FP32 * self._heads,
             "latents before their norms": sequence * sum(width * size + FP32 for size in latents),
+            **_gate(self),
         }
         return saved if self._sends_latent else {**saved, "keys and values": width * self._key_and_value}
 
@@ -135,6 +145,7 @@ class ExpandedBytes(TransformerEngineBytes):
             "attention's output": width * self._outputs * self.num_saved_outputs,
             "log-sum-exp": FP32 * self.model.num_attention_heads / self.rank.tp,
             "latents before their norms": self.rank.sequence * sum(width * size + FP32 for size in latents),
+            **_gate(self),
         }
 
     @property

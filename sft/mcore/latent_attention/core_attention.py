@@ -44,6 +44,17 @@ class CoreAttention(Protocol):
 MakeCoreAttention = Callable[..., CoreAttention]
 
 
+def rotation_of(model: ModelConfig, layer_number: int) -> Callable[[Tensor, PackedDocuments], Tensor]:
+    """The function that rotates the rotary part of queries and keys in a layer; it changes nothing in a layer of
+    model.rope.skip_layers (Kimi-Linear)."""
+
+    def rotated(x: Tensor, documents: PackedDocuments) -> Tensor:
+        assert documents.rotation is not None
+        return documents.rotation.apply(x)
+
+    return (lambda x, documents: x) if layer_number in model.rope.skip_layers else rotated
+
+
 def _over_tp(x: Tensor, group: Any, sequence_parallel: bool) -> Tensor:
     """[s, 1, d] -> [t, 1, d], the tokens of all tp ranks; backward sums gradients over the heads of all tp ranks."""
     if group.size() == 1:
@@ -54,10 +65,13 @@ def _over_tp(x: Tensor, group: Any, sequence_parallel: bool) -> Tensor:
 
 
 class SharedLatents:
-    def __init__(self, *, config: TransformerConfig, model: ModelConfig, pg_collection: Any, **unused: Any) -> None:
+    def __init__(
+        self, *, config: TransformerConfig, model: ModelConfig, layer_number: int, pg_collection: Any, **unused: Any
+    ) -> None:
         sizes, tp = model.latent_attention, pg_collection.tp
         assert sizes.kv_lora_rank is not None
-        self._sizes, self._rank, self._scale = sizes, sizes.kv_lora_rank, rope.softmax_scale(model)
+        self._sizes, self._rank, self._rotated = sizes, sizes.kv_lora_rank, rotation_of(model, layer_number)
+        self._scale = rope.softmax_scale(model)
         self._over_tp = partial(_over_tp, group=tp, sequence_parallel=config.sequence_parallel)
         num_heads = model.num_attention_heads // tp.size()
         self._heads, self._sends_latent = slice(0, num_heads), sizes.sends_latent(num_heads)
@@ -65,10 +79,9 @@ class SharedLatents:
     def __call__(
         self, query: Tensor, latent: Tensor, rotary_key: Tensor, up_projection: Any, documents: PackedDocuments
     ) -> Tensor:
-        assert documents.rotation is not None and documents.cp is not None
         widths = [self._rank, self._sizes.qk_rope_head_dim]
         latent, rotary_key = self._over_tp(torch.cat((latent, rotary_key), dim=-1)).split(widths, dim=-1)
-        rotary_key = documents.rotation.apply(rotary_key)
+        rotary_key = self._rotated(rotary_key, documents)
         attend = self._attend_to_latents if self._sends_latent else self._attend_to_keys
         return attend(query, latent, rotary_key, up_projection, documents)
 
@@ -130,7 +143,7 @@ class ExpandedKeys(torch.nn.Module):
         **unused: Any,
     ) -> None:
         super().__init__()
-        self._sizes = model.latent_attention
+        self._sizes, self._rotated = model.latent_attention, rotation_of(model, layer_number)
         self._over_tp = partial(_over_tp, group=pg_collection.tp, sequence_parallel=config.sequence_parallel)
         self.attention = attention(
             config=config,
@@ -147,10 +160,9 @@ class ExpandedKeys(torch.nn.Module):
     def forward(
         self, query: Tensor, latent: Tensor, rotary_key: Tensor, up_projection: Any, documents: PackedDocuments
     ) -> Tensor:
-        assert documents.rotation is not None
         expanded = up_projection(latent)[0]  # for all t tokens: a column-parallel layer gathers the latents itself
         expanded = expanded.squeeze(1).unflatten(-1, (query.shape[1], -1))
-        rotary_key = documents.rotation.apply(self._over_tp(rotary_key))
+        rotary_key = self._rotated(self._over_tp(rotary_key), documents)
         key, value = keys_and_values(expanded, rotary_key, self._sizes.qk_nope_head_dim)
         # A view would keep the whole of `expanded` in memory.
         query, value = query.contiguous(), value.contiguous()

@@ -2,7 +2,7 @@
 
     latent, rotary key = down projection(hidden state)       keys, values = up projection(norm(latent))
     query = projection(hidden state), or up projection(norm(down projection(hidden state)))
-    output = projection(attention(query, (keys, rotary key), values))
+    output = projection(attention(query, (keys, rotary key), values)), with a sigmoid gate for each head in Ling 3.0
 
 Tensor-parallel ranks divide the heads among themselves.  Every rank holds the whole down projections.  Under sequence
 parallelism a rank applies them to its tokens, and the latents are gathered, which are narrower than hidden states.  In
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sft.config import Config, ModelConfig
 from sft.mcore.backend import AttentionBackend, PackedDocuments
-from sft.mcore.latent_attention.core_attention import MakeCoreAttention
+from sft.mcore.latent_attention.core_attention import MakeCoreAttention, rotation_of
 from sft.mcore.modules.duplicated_linear import DuplicatedLinear
 
 # Our names within the layer -> names of Megatron-LM, where the norm of a latent belongs to the projection after it.
@@ -90,7 +90,7 @@ class MultiLatentAttention(MegatronModule):
     """The attention module of a layer with latent attention: projections and norms around `core_attention`.
 
     column_parallel, row_parallel, norm: classes of the linear layers and norms
-    core_arguments: further arguments from megatron-core, passed on to `core_attention`, such as the layer's number
+    core_arguments: further arguments from megatron-core, passed on to `core_attention`
     """
 
     def __init__(
@@ -102,10 +102,12 @@ class MultiLatentAttention(MegatronModule):
         column_parallel: Any,
         row_parallel: Any,
         norm: Any,
+        layer_number: int,
         pg_collection: Any,
         **core_arguments: Any,
     ) -> None:
         super().__init__(config)
+        self._rotated = rotation_of(model, layer_number)
         latent, self._tp = model.latent_attention, pg_collection.tp
         assert latent.kv_lora_rank is not None
         self._sizes, self._rank = latent, latent.kv_lora_rank
@@ -125,7 +127,11 @@ class MultiLatentAttention(MegatronModule):
         self.kv_layernorm = norm(config=config, hidden_size=self._rank, eps=latent.norm_epsilon)
         key_and_value = latent.qk_nope_head_dim + latent.v_head_dim
         self.linear_kv_up_proj = column_parallel(self._rank, heads * key_and_value, **column)
-        self.core_attention = core_attention(config=config, model=model, pg_collection=pg_collection, **core_arguments)
+        self.core_attention = core_attention(
+            config=config, model=model, layer_number=layer_number, pg_collection=pg_collection, **core_arguments
+        )
+        if latent.head_gate:
+            self.linear_gate_proj = column_parallel(hidden, heads, **column)
         self.linear_proj = row_parallel(
             heads * latent.v_head_dim,
             hidden,
@@ -144,6 +150,10 @@ class MultiLatentAttention(MegatronModule):
         assert attention_mask is None
         query, (latent, rotary_key) = self._query(hidden_states, documents), self._latent(hidden_states)
         out = self.core_attention(query, latent, rotary_key, self.linear_kv_up_proj, documents)
+        if self._sizes.head_gate:
+            gate = self.linear_gate_proj(hidden_states)[0].squeeze(1)
+            gate = gate.float().sigmoid().to(out.dtype)
+            out = out * gate[..., None]
         result: tuple[Tensor, Tensor | None] = self.linear_proj(out.flatten(1).unsqueeze(1))
         return result
 
@@ -154,9 +164,8 @@ class MultiLatentAttention(MegatronModule):
         else:
             query = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_states)[0]))[0]
         query = query.squeeze(1).unflatten(-1, (self._num_heads, -1))
-        assert documents.rotation is not None
         plain, rotary = query.split([self._sizes.qk_nope_head_dim, self._sizes.qk_rope_head_dim], dim=-1)
-        return torch.cat((plain, documents.rotation.apply(rotary)), dim=-1)
+        return torch.cat((plain, self._rotated(rotary, documents)), dim=-1)
 
     def _latent(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """The normed latent [s, 1, rank] and the rotary key [s, 1, r], not rotated, of this rank's tokens."""

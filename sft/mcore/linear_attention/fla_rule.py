@@ -2,7 +2,7 @@
 
 FLA's chunks of 64 tokens need, besides q, k, v, g and beta, only the state before each chunk.  So a pass has steps:
 
-    1. normalise q and k, add up g within each chunk, and solve the triangular system of each chunk       `PartPass`
+    1. normalise q and k, add up g within each chunk, and solve the triangular system of each chunk       `DeltaPass`
     2. for linked fragments: the map of each fragment                                                     `maps`
     3. the state before each chunk, from initial states, and with it the outputs                          `outputs`
 
@@ -13,14 +13,13 @@ them (`gradients`).  Only kernels that go from chunk to chunk run twice; the res
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sft.layers.mixers.delta import FLA_CHUNK as CHUNK
+from sft.layers.mixers.recurrent import FLA_CHUNK as CHUNK
 from sft.mcore.device import send
 from sft.mcore.linear_attention.delta_rule import NORM_EPS, Inputs
 from sft.mcore.linear_attention.fla_functions import TO_BASE_2
@@ -73,44 +72,48 @@ def chunks(boundaries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.stack([sequence, np.arange(offsets[-1]) - offsets[sequence]], axis=1), offsets
 
 
-class PartPass:
-    """One forward or backward pass over a part that has tokens.
+class DeltaPass:
+    """Implements `fla_recurrence.PartPass`.
 
     functions: FLA's (`fla_functions.functions`); inputs: of all tokens of the rank
     """
 
     def __init__(self, functions: Any, inputs: Inputs, part: Part) -> None:
-        self.part, self._f, self._inputs = part, functions, Inputs(*(x[part.tokens][None] for x in inputs))
-        self._pack = part.sequences
-        self._q, self._q_scale = functions.l2norm_fwd(self._inputs.q, eps=NORM_EPS)
-        self._k, self._k_scale = functions.l2norm_fwd(self._inputs.k, eps=NORM_EPS)
-        self._g = functions.chunk_local_cumsum(self._inputs.g, chunk_size=CHUNK, scale=TO_BASE_2, **self._pack)
+        self._normalise(functions, inputs, part)
         self._w, self._u, self._solution = functions.chunk_gated_delta_rule_fwd_intra(
             k=self._k, v=self._inputs.v, g=self._g, beta=self._inputs.beta, chunk_size=CHUNK, **self._pack
         )
+
+    def _normalise(self, functions: Any, inputs: Inputs, part: Part) -> None:
+        """Store the inputs of the part, its queries and keys divided by their norms, and sums of g within chunks."""
+        self.part, self._f, self._inputs = part, functions, Inputs(*(x[part.tokens][None] for x in inputs))
+        self._pack, self._scale = part.sequences, inputs.k.shape[-1] ** -0.5
+        self._q, self._q_scale = functions.l2norm_fwd(self._inputs.q, eps=NORM_EPS)
+        self._k, self._k_scale = functions.l2norm_fwd(self._inputs.k, eps=NORM_EPS)
+        self._g = functions.chunk_local_cumsum(self._inputs.g, chunk_size=CHUNK, scale=TO_BASE_2, **self._pack)
         self._dv: Tensor | None = None
 
-    @cached_property
+    @property
     def _qk(self) -> Mapping[str, Any]:
         """The arguments of kernels that multiply queries and keys within chunks."""
-        scale = self._inputs.k.shape[-1] ** -0.5
-        return {"q": self._q, "k": self._k, "g": self._g, "scale": scale, "chunk_size": CHUNK, **self._pack}
+        return {"q": self._q, "k": self._k, "g": self._g, "scale": self._scale, "chunk_size": CHUNK, **self._pack}
+
+    @property
+    def _of_states(self) -> Mapping[str, Any]:
+        """The arguments of kernels that go from chunk to chunk."""
+        return {"k": self._k, "w": self._w, "g": self._g, "chunk_size": CHUNK}
+
+    @property
+    def _of_queries(self) -> Tensor:
+        """The queries of the kernel of gradients that goes from chunk to chunk."""
+        return self._q
 
     def maps(self) -> tuple[Tensor, Tensor]:
         """The maps A and B of the fragments."""
         heads, value_dim, key_dim = *self._inputs.v.shape[2:], self._inputs.k.shape[-1]
         shape = (self.part.num_fragments, heads, key_dim, value_dim + key_dim)
         both = torch.empty(shape, dtype=self._inputs.state_dtype, device=self._inputs.v.device)
-        self._f.chunk_cp_fwd_h(
-            k=self._k,
-            w=self._w,
-            u=self._u,
-            hm=both,
-            g=self._g,
-            cu_seqlens=self.part.boundaries,
-            chunk_size=CHUNK,
-            multi_seqs=True,
-        )
+        self._f.chunk_cp_fwd_h(u=self._u, hm=both, cu_seqlens=self.part.boundaries, multi_seqs=True, **self._of_states)
         return both[..., value_dim:].contiguous(), both[..., :value_dim].contiguous()
 
     def outputs(self, states: Tensor | None) -> Tensor:
@@ -143,26 +146,35 @@ class PartPass:
     def _states(self, states: Tensor | None) -> tuple[Any, Any]:
         """The state before each chunk, and the values that chunks write."""
         before, values, _ = self._f.chunk_gated_delta_rule_fwd_h(
-            k=self._k,
-            w=self._w,
             u=self._u,
-            g=self._g,
             initial_state=states,
             output_final_state=False,
-            chunk_size=CHUNK,
             chunk_offsets=self.part.chunk_offsets,
+            **self._of_states,
             **self._pack,
         )
         return before, values
 
     def _reverse(self, grad: Tensor, like: Tensor | None, last: Tensor | None) -> Any:
         """Gradients of the state before each chunk, of initial states if `like` has their shape, and of values."""
-        dout = self._of(grad)
         if self._dv is None:
-            self._dv = self._f.chunk_bwd_dv_local(do=dout, **self._qk)
+            self._dv = self._local_gradients(grad)
         return self._f.chunk_gated_delta_rule_bwd_dhu(
-            w=self._w, do=dout, dv=self._dv, h0=like, dht=last, chunk_offsets=self.part.chunk_offsets, **self._qk
+            q=self._of_queries,
+            do=self._of(grad),
+            dv=self._dv,
+            h0=like,
+            dht=last,
+            scale=self._scale,
+            chunk_offsets=self.part.chunk_offsets,
+            **self._of_states,
+            **self._pack,
         )
+
+    def _local_gradients(self, grad: Tensor) -> Tensor:
+        """Gradients of values, of the outputs of their own chunk."""
+        dv: Tensor = self._f.chunk_bwd_dv_local(do=self._of(grad), **self._qk)
+        return dv
 
     def _of(self, grad: Tensor) -> Tensor:
         return grad[self.part.tokens][None]

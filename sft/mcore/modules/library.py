@@ -119,7 +119,8 @@ class FusedNormLibrary(TransformerEngineLibrary):
         spec = self._spec(has_experts)
         if self.config.lora.is_used:
             return with_norms_apart(spec)
-        return with_norm_before_attention(spec) if self.config.model.latent_attention.is_used else spec
+        sections = self.config.model.mixer_sections.values()
+        return with_norm_before_attention(spec) if any(x.shares_input_norm for x in sections) else spec
 
 
 def _with_own_norms(spec: ModuleSpec, model: ModelConfig, tp_group: Any) -> ModuleSpec:

@@ -86,7 +86,8 @@ def put_together(
             matrix = whole[view.index].T if view.transposed else whole[view.index]
             blocks = matrix.unflatten(0, (view.num_blocks, -1))
             rows = rows_of.view(mapping, number).unflatten(0, (view.num_blocks, -1))
-            blocks[:, view.first : view.first + view.rows_of_block] = rows
+            target = blocks[:, view.first : view.first + view.rows_of_block]
+            target.copy_(rows.reshape(target.shape))
         assert whole is not None
         yield name, whole
 

@@ -5,7 +5,6 @@ one variant of each kernel.  A GPU compiles them, and chooses between variants: 
 multiplies the bits of bf16 numbers as integers, so the narrow dtype here is fp16.
 """
 
-import builtins
 import gc
 import sys
 import weakref
@@ -27,16 +26,17 @@ pytest.importorskip("fla", reason="make test-triton installs it")
 
 from sft.layers.mixers.delta import DeltaBytes, HeadSizes  # noqa: E402
 from sft.mcore.linear_attention import fla_functions  # noqa: E402
-from sft.mcore.linear_attention.delta_rule import Fragments, Inputs  # noqa: E402
+from sft.mcore.linear_attention.delta_rule import Inputs  # noqa: E402
 from sft.mcore.linear_attention.documents import LinearDocuments, linear_attention  # noqa: E402
 from sft.mcore.linear_attention.fla_kernel import FlaKernel  # noqa: E402
-from sft.mcore.linear_attention.gated_delta import gated_delta_rule  # noqa: E402
+from sft.mcore.linear_attention.recurrence import Fragments  # noqa: E402
+from sft.mcore.linear_attention.recurrent_attention import recurrent_attention  # noqa: E402
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel  # noqa: E402
 from sft.parallel.branches import Branches  # noqa: E402
 from sft.parallel.cp_group import CpGroup  # noqa: E402
 from sft.parallel.taps import Taps  # noqa: E402
 from tests.builders import parsed  # noqa: E402
-from tests.unit.fixtures.fla_variants import keep_one_variant  # noqa: E402
+from tests.unit.fixtures.fla_variants import interpret, keep_one_variant  # noqa: E402
 from tests.unit.fixtures.recurrence import OneProcess, recurrence  # noqa: E402
 
 KEY_HEADS, VALUE_HEADS = 1, 2
@@ -48,22 +48,14 @@ TOKENS, CHANNELS = 70, 16
 TREE = Branches.of([-1, 0, 0], [0, 3, 3])  # of the convolution's documents
 
 
-class Index(int):
-    """A number of a loop.  In the interpreter it is a Python int, and a kernel of FLA converts it by `to`."""
-
-    def to(self, dtype: Any) -> "Index":
-        return self
-
-
 @pytest.fixture(scope="module")
 def fla() -> Iterator[FlaKernel]:
     """FLA by the interpreter: one variant of each kernel, and no question for a GPU's compute capability."""
     with pytest.MonkeyPatch.context() as patch:
         assert fla_functions.problem() is None
         keep_one_variant(patch)
-        modules = [sys.modules[f"fla.ops.{name}"] for name in ("cp.chunk_fwd", "common.chunk_delta_h")]
-        patch.setattr(modules[0], "_check_cp_device", lambda device: None)
-        patch.setattr(modules[1], "range", lambda *x: map(Index, builtins.range(*map(int, x))), raising=False)
+        interpret(patch)
+        patch.setattr(sys.modules["fla.ops.cp.chunk_fwd"], "_check_cp_device", lambda device: None)
         yield FlaKernel(fla_functions.functions())
 
 
@@ -78,17 +70,21 @@ def distances(found: list[Tensor], expected: list[Tensor]) -> list[float]:
     ]
 
 
-def rule_inputs(key_dim: int, value_dim: int, dtype: torch.dtype, t: int = sum(LENGTHS)) -> Inputs:
-    of_keys, of_values = (KEY_HEADS, key_dim), (VALUE_HEADS, value_dim)
+def rule_inputs(
+    key_dim: int, value_dim: int, dtype: torch.dtype, t: int = sum(LENGTHS), *, by_channel: bool = False
+) -> Inputs:
+    """by_channel: with a decay for each channel, and a key head for each value head"""
+    of_keys, of_values = (VALUE_HEADS if by_channel else KEY_HEADS, key_dim), (VALUE_HEADS, value_dim)
+    of_decays = of_keys if by_channel else (VALUE_HEADS,)
     q, k, v = (random(t, *shape, seed=seed).to(dtype) for seed, shape in enumerate((of_keys, of_keys, of_values)))
-    g, beta = -torch.exp(random(t, VALUE_HEADS, seed=3) - 2), random(t, VALUE_HEADS, seed=4).sigmoid().to(dtype)
+    g, beta = -torch.exp(random(t, *of_decays, seed=3) - 2), random(t, VALUE_HEADS, seed=4).sigmoid().to(dtype)
     return Inputs(*(x.requires_grad_() for x in (q, k, v, g, beta)))
 
 
 def by_fla(fla: FlaKernel, inputs: Inputs, grad: Tensor) -> list[Tensor]:
     fragments = Fragments.of(np.cumsum([0, *LENGTHS]), range(4))
     schedule = fla.schedule(fragments, VALUE_HEADS, torch.device("cpu"))
-    out = gated_delta_rule(inputs, schedule, fla, OneProcess(ORDER))
+    out = recurrent_attention(inputs, schedule, fla, OneProcess(ORDER))
     return [out, *torch.autograd.grad(out, inputs, grad.to(out.dtype))]
 
 
@@ -105,19 +101,20 @@ def by_recurrence(inputs: Inputs, grad: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "key_dim, value_dim, dtype, tolerance",
+    "key_dim, value_dim, dtype, tolerance, by_channel",
     [
-        (16, 16, torch.float32, TOLERANCE),
-        (80, 24, torch.float32, TOLERANCE),
-        (16, 16, torch.float16, FP16_TOLERANCE),
+        (16, 16, torch.float32, TOLERANCE, False),
+        (80, 24, torch.float32, TOLERANCE, False),
+        (16, 16, torch.float16, FP16_TOLERANCE, False),
+        (16, 16, torch.float16, FP16_TOLERANCE, True),
     ],
     ids=str,
 )
 def test_outputs_and_gradients(
-    fla: FlaKernel, key_dim: int, value_dim: int, dtype: torch.dtype, tolerance: float
+    fla: FlaKernel, key_dim: int, value_dim: int, dtype: torch.dtype, tolerance: float, by_channel: bool
 ) -> None:
     """States of cut documents pass between fragments; other documents lie beside them."""
-    inputs = rule_inputs(key_dim, value_dim, dtype)
+    inputs = rule_inputs(key_dim, value_dim, dtype, by_channel=by_channel)
     grad = random(sum(LENGTHS), VALUE_HEADS, value_dim, seed=5).to(dtype)
     results = by_fla(fla, inputs, grad)
     assert [x.dtype for x in results] == [dtype, *(x.dtype for x in inputs)]
@@ -125,9 +122,10 @@ def test_outputs_and_gradients(
     assert max(found) < tolerance, found
 
 
-def test_maps_and_gradients_of_states(fla: FlaKernel) -> None:
+@pytest.mark.parametrize("by_channel", [False, True], ids=["decays of heads", "decays of channels"])
+def test_maps_and_gradients_of_states(fla: FlaKernel, by_channel: bool) -> None:
     """Of linked fragments of 70, 0 and 65 tokens."""
-    inputs = Inputs(*(x[:140].detach() for x in rule_inputs(16, 16, torch.float32)))
+    inputs = Inputs(*(x[:140].detach() for x in rule_inputs(16, 16, torch.float32, by_channel=by_channel)))
     wide = Inputs(*(x.double().requires_grad_() for x in inputs))
     edges, grad = [0, 70, 70, 135, 140], random(140, VALUE_HEADS, 16)
     schedule = fla.schedule(Fragments.of(edges, range(3)), VALUE_HEADS, torch.device("cpu"))
@@ -194,6 +192,21 @@ def test_the_gated_norm_and_the_decay_are_those_of_plain_torch(fla: FlaKernel) -
         decay = kernel.log_decay(a, a_log, dt_bias)
         gradients = torch.autograd.grad((out, decay), leaves, (random(*out.shape, seed=1), random(TOKENS, 4, seed=2)))
         results.append([out, scale, decay, *gradients, kernel.gated(x, gate, weight, scale, 1e-6)])
+    assert max(distances(*results)) < TOLERANCE
+
+
+@pytest.mark.parametrize("floor", [None, -5.0])
+def test_decays_of_channels_and_the_sigmoid_gate_are_those_of_plain_torch(fla: FlaKernel, floor: float | None) -> None:
+    x, gate, weight = random(TOKENS, 2, 16), random(TOKENS, 2, 16, seed=1), random(16)
+    a, a_log, dt_bias = 8 * random(TOKENS, 2, 16, seed=2), random(2), random(32)
+    leaves = [tensor.requires_grad_() for tensor in (x, gate, weight, a, a_log, dt_bias)]
+    results = []
+    for kernel in (fla, TorchDeltaKernel()):
+        out, scale = kernel.gated_norm(x, gate, weight, 1e-6, "sigmoid")
+        decay = kernel.log_decay(a, a_log, dt_bias, floor)
+        grads = random(*out.shape, seed=1), random(*decay.shape, seed=2)
+        gradients = torch.autograd.grad((out, decay), leaves, grads)
+        results.append([out, scale, decay, *gradients, kernel.gated(x, gate, weight, scale, 1e-6, "sigmoid")])
     assert max(distances(*results)) < TOLERANCE
 
 

@@ -14,10 +14,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft.config.linear_attention import LinearAttentionConfig
-from sft.layers.mixers.delta import PLAIN_CONVOLUTION, PLAIN_NORM
-from sft.layers.mixers.delta_work import PLAIN_BACKWARD, PLAIN_MAPS, PLAIN_STATE_GRADIENTS, plain_forward
-from sft.mcore.linear_attention.delta_rule import Fragments, Inputs
+from sft.layers.mixers.delta import PLAIN_CONVOLUTION, PLAIN_DECAY, PLAIN_NORM
+from sft.layers.mixers.delta_work import (
+    CHANNEL_BACKWARD,
+    CHANNEL_MAPS,
+    PLAIN_BACKWARD,
+    PLAIN_MAPS,
+    PLAIN_STATE_GRADIENTS,
+    plain_forward,
+)
+from sft.mcore.linear_attention.delta_rule import Inputs
 from sft.mcore.linear_attention.gated_norm import _GatedNorm
+from sft.mcore.linear_attention.recurrence import Fragments
 from sft.mcore.linear_attention.short_convolution import ConvolutionPlan, short_convolution
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 from sft.parallel.taps import Taps
@@ -86,19 +94,29 @@ def test_the_gated_norm_in_plain_torch() -> None:
     assert [num_bytes / x.numel() for num_bytes in found] == pytest.approx(PLAIN_NORM, rel=TOLERANCE)
 
 
+def test_the_decays_of_channels_in_plain_torch() -> None:
+    a, a_log, bias = random(TOKENS, HEADS, WIDTH), random(HEADS), random(HEADS * WIDTH)
+    found = moved(lambda: TorchDeltaKernel().log_decay(a, a_log, bias), (a, a_log, bias))
+    assert PLAIN_DECAY == (30, 46)
+    assert [num_bytes / a.numel() for num_bytes in found] == pytest.approx(PLAIN_DECAY, rel=TOLERANCE)
+
+
 # The equations have one multiple of forward for FLOPs and bytes, and for all widths of heads.
 PASS_TOLERANCE, BYTES_TOLERANCE = 0.1, 0.04
 DELTA_CASES = [(2, 4, 128, 128), (4, 4, 128, 128), (1, 3, 64, 64)]  # key heads, value heads, K, V
 
 
-@pytest.mark.parametrize("sizes", DELTA_CASES, ids=str)
+@pytest.mark.parametrize("sizes", [*DELTA_CASES, (4, 4, 128, 64)], ids=str)
 def test_the_delta_rule_in_plain_torch(sizes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two linked fragments of 1,024 tokens.  Rows of tokens are gathered and written, so operators at edges count."""
+    """Two linked fragments of 1,024 tokens.  Rows of tokens are gathered and written, so operators at edges count.
+
+    The last case has a decay for each channel.
+    """
     monkeypatch.setattr(sys.modules[__name__], "AT_EDGES", ())
-    (key_heads, value_heads, keys, values), kernel = sizes, TorchDeltaKernel()
+    (key_heads, value_heads, keys, values), kernel, by_channel = sizes, TorchDeltaKernel(), sizes not in DELTA_CASES
     qk, v, beta = (key_heads, keys), (value_heads, values), (value_heads,)
-    inputs = Inputs(*(torch.randn(2048, *shape).bfloat16() for shape in (qk, qk, v)), *(torch.rand(2048, *beta),) * 2)
-    inputs = inputs._replace(g=-inputs.g)
+    q, k, x = (torch.randn(2048, *shape).bfloat16() for shape in (qk, qk, v))
+    inputs = Inputs(q, k, x, -torch.rand(2048, *(qk if by_channel else beta)), torch.rand(2048, *beta))
     schedule = kernel.schedule(Fragments.of([0, 1024, 2048], linked=[0, 1]), value_heads, torch.device("cpu"))
     states, grad = torch.zeros(2, value_heads, keys, values), torch.randn(2048, *v).bfloat16()
     _, saved = kernel.forward(inputs, schedule, states)
@@ -119,14 +137,21 @@ def test_the_delta_rule_in_plain_torch(sizes: tuple[int, int, int, int], monkeyp
         num_value_heads=value_heads,
         key_head_dim=keys,
         value_head_dim=values,
+        decay="channel" if by_channel else "head",
     )
     flops, num_bytes = plain_forward(linear)
     if sizes == DELTA_CASES[0]:  # 6 x 128 x 128 + 4 x 64 x 128 + 64 x 64 + 128 for a value head; 4 x 64 x 128 for a key
         assert flops == 4 * 135_296 + 2 * 32_768
+    if by_channel:  # 6 x 128 x 64 + 4 x 64 x 64 + 64 x 64 + 2 x (48 + 64) x 128 for each head
+        assert flops == 4 * 98_304
+        assert (CHANNEL_BACKWARD, CHANNEL_MAPS) == (2.6, 0.63)
+        ratios = {name: one[1] / found["forward"][1] for name, one in found.items()}
+        assert ratios["backward"] == pytest.approx(2.6, rel=PASS_TOLERANCE)
+        assert ratios["maps"] == pytest.approx(0.63, rel=PASS_TOLERANCE)
     assert found["forward"] == (flops, pytest.approx(num_bytes, rel=BYTES_TOLERANCE))
     assert (PLAIN_MAPS, PLAIN_STATE_GRADIENTS, PLAIN_BACKWARD) == (1.15, 1.0, 2.7)
     expected = {"maps": PLAIN_MAPS, "state gradients": PLAIN_STATE_GRADIENTS, "backward": PLAIN_BACKWARD}
     for name, multiple in expected.items():
-        if keys == 128:
+        if keys == 128 and not by_channel:
             ratios = [one / base for one, base in zip(found[name], found["forward"])]
             assert ratios == pytest.approx([multiple] * 2, rel=PASS_TOLERANCE), name

@@ -32,9 +32,10 @@ class ModelConfig(Section):
     hidden_size: Positive
     """Width of the residual stream."""
     ffn_hidden_size: Positive
-    """Width of the gated MLP."""
-    activation: Literal["swiglu", "geglu", "clamped_swiglu"] = "swiglu"
-    """Activation of MLP and experts: silu(gate) * up; geglu: gelu in tanh form (Gemma); or clamped (gpt-oss)."""
+    """Width of the MLP."""
+    activation: Literal["swiglu", "geglu", "clamped_swiglu", "relu2"] = "swiglu"
+    """Activation of MLP and experts: silu(gate) * up; geglu: gelu in tanh form (Gemma); or clamped (gpt-oss).  relu2:
+    max(x, 0)^2 of one projection x, without a gate (Nemotron-H)."""
     activation_limit: Annotated[float, Field(gt=0.0)] | None = None
     """clamped_swiglu: gate is at most this number, and up between -limit and limit."""
     activation_alpha: Annotated[float, Field(gt=0.0)] | None = None
@@ -181,7 +182,7 @@ class ModelConfig(Section):
             elif is_read and not is_set:
                 yield name, "is required with activation = clamped_swiglu (gpt-oss: limit 7, alpha 1.702)"
         if self.activation == "clamped_swiglu" and self.moe.shared_ffn_hidden_size is not None:
-            yield "activation", "must be swiglu or geglu with moe.shared_ffn_hidden_size"
+            yield "activation", "must be swiglu, geglu or relu2 with moe.shared_ffn_hidden_size"
 
     @property
     def resolved_head_dim(self) -> int:
@@ -206,6 +207,11 @@ class ModelConfig(Section):
     def resolved_query_groups(self) -> int:
         """Key/value heads: `num_query_groups`, or as many as query heads."""
         return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether MLPs and experts have a gate beside the projection up."""
+        return self.activation != "relu2"
 
     def window_of(self, layer_number: int) -> int | None:
         """The sliding window of a layer, counted from 1; None: the layer attends to all tokens before."""

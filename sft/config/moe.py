@@ -18,7 +18,7 @@ class MoeConfig(Section):
     top_k: Positive | None = None
     """Number of experts that each token goes to; required with num_experts."""
     ffn_hidden_size: Positive | None = None
-    """Width of an expert's gated MLP; null means model.ffn_hidden_size."""
+    """Width of an expert's MLP; null means model.ffn_hidden_size."""
     shared_ffn_hidden_size: Positive | None = None
     """Width of the shared expert, an MLP that every token goes to (Qwen2-MoE); null means no shared expert."""
     shared_gate: bool = False

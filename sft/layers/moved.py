@@ -24,6 +24,12 @@ def total(*parts: Moved) -> Moved:
     return Moved(*map(sum, zip(*parts)))
 
 
+def activation(model: ModelConfig, ffn: float) -> Moved:
+    """The bytes of an activation function, which is one operation.  ffn: bytes of its output"""
+    projections = 1 + model.has_gate
+    return Moved((projections + 1) * ffn, (2 * projections + 1) * ffn, (projections + 1) * ffn)
+
+
 def frame(model: ModelConfig, rank: RankShare, *, is_portable: bool, repeats_mixer: bool) -> Moved:
     """The bytes of norms and residual sums.
 

@@ -27,7 +27,7 @@ from sft.mcore.attention.rope import Rotation
 from sft.mcore.experts import dispatch, grouped
 from sft.mcore.experts import layer as expert_layer
 from sft.mcore.linear_attention import torch_kernel as delta_kernel
-from sft.mcore.modules import gated_activation, norm
+from sft.mcore.modules import activation, norm
 from tests.builders import answer
 from tests.ranks import scenarios
 from tests.ranks.layouts import GPT_OSS
@@ -66,7 +66,7 @@ CASES = {
 }
 ONE_KERNEL: list[tuple[Any, str]] = [
     *((norm, name) for name in ("_forward", "_backward")),
-    *((gated_activation, name) for name in ("_forward", "_backward")),
+    *((activation, name) for name in ("_forward", "_backward")),
     *((fused_bias_swiglu, name) for name in ("swiglu", "swiglu_back", "weighted_swiglu", "weighted_swiglu_back")),
     (dispatch, "_sums"),
     (Rotation, "_turned"),

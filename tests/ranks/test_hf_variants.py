@@ -96,6 +96,13 @@ CASES: dict[str, Case] = {
     ),
     "granite": Case(dict(family="granite"), losses="one tp", more_losses="cp", gradients="tp_cp+selective"),
     "granite_tied": Case(dict(family="granite", tied=True), losses="pp"),
+    "arcee": Case(
+        dict(family="arcee", attention_bias=True, mlp_bias=True),
+        losses="cp",
+        more_losses="one tp pp",
+        gradients="tp_whole+full",
+        more_gradients="one tp_cp+selective tp_virtual tp_tiles",
+    ),
     "smollm3": Case(
         dict(family="smollm3", tied=True, **FOUR_LAYERS), losses="pp", more_losses="one tp", more_gradients="tp_virtual"
     ),

@@ -8,6 +8,7 @@ files declare families:
     routed.py                            routers with sigmoid scores
     linear.py                            linear attention
     latent.py                            latent attention
+    ungated.py                           MLPs without a gate
     vision.py                            a vision tower beside a language model of another family
 
 `unsupported.py` says what other families need.
@@ -22,13 +23,25 @@ from sft.hf.families.latent import LATENT
 from sft.hf.families.linear import LINEAR_FAMILIES
 from sft.hf.families.llama import LLAMA_LIKE
 from sft.hf.families.routed import ROUTED
+from sft.hf.families.ungated import UNGATED
 from sft.hf.families.variants import GPT_OSS, VARIANTS
 from sft.hf.families.vision import VISION
 from sft.hf.family import Family
 
 FAMILIES = {
     family.name: family
-    for family in (*LLAMA_LIKE, *VARIANTS, *GEMMA, *GEMMA4, *GPT_OSS, *ROUTED, *LINEAR_FAMILIES, *LATENT, *VISION)
+    for family in (
+        *LLAMA_LIKE,
+        *VARIANTS,
+        *GEMMA,
+        *GEMMA4,
+        *GPT_OSS,
+        *ROUTED,
+        *LINEAR_FAMILIES,
+        *LATENT,
+        *UNGATED,
+        *VISION,
+    )
 }
 
 

@@ -14,7 +14,6 @@ _TABLE = "a table of its tensors beside a router with sigmoid scores"
 # model_type -> what a model of the family needs, and the supported family with the most in common
 _MISSING: dict[str, tuple[str, str]] = {
     "apertus": ("the xIELU activation in an MLP without a gate", "qwen3"),
-    "arcee": ("a squared ReLU in an MLP without a gate", "llama"),
     "bloom": (f"{_BIASED}, and ALiBi", "llama"),
     "chatglm": ("code of the model's own repository", "llama"),
     "cohere": (f"LayerNorm, attention and MLP side by side, {_INTERLEAVED}, and scaled logits", "llama"),
@@ -47,8 +46,8 @@ _MISSING: dict[str, tuple[str, str]] = {
     "minicpm3": ("a table of its tensors beside latent attention", "deepseek_v3"),
     "mllama": ("layers with cross-attention to images", "llama"),
     "mpt": (f"{_BIASED}, and ALiBi", "llama"),
-    "nanochat": ("a squared ReLU in an MLP without a gate, norms without weights, and soft-capped logits", "llama"),
-    "nemotron": ("LayerNorm whose weights are offsets from 1, and a squared ReLU in an MLP without a gate", "llama"),
+    "nanochat": ("norms without weights, also on queries and keys after the rotary positions", "arcee"),
+    "nemotron": ("LayerNorm with biases", "arcee"),
     "nemotron_h": (_MAMBA, "llama"),
     "olmo": ("norms without weights", "llama"),
     "opt": (f"{_BIASED}, and learned positions", "llama"),

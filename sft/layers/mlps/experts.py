@@ -6,7 +6,7 @@ Bytes are an approximation: they assume that each rank receives equally many tok
 from dataclasses import dataclass
 
 from sft.config import ModelConfig
-from sft.layers.moved import Moved, total
+from sft.layers.moved import Moved, activation, total
 from sft.layers.rank_share import FP32, RankShare
 from sft.layers.second_half import MLP_NORM, MLP_OUTPUT, NORM_SCALE, Mlp, MlpBackward
 from sft.layers.weight import LayerWeight, has_input_norms
@@ -31,13 +31,13 @@ class Experts(Mlp):
         LayerWeight(f"{_M}.router.input_scale", "h", "ones", step=5, has="moe.own_norms"),
         LayerWeight(f"{_M}.router.expert_scale", "x", "ones", step=5, has="moe.own_norms"),
         LayerWeight(f"{_M}.expert_norm.weight", "h", "norm", step=5, has="moe.own_norms"),
-        LayerWeight(f"{_X}.linear_fc1.weight", "e+e h", "matrix", "rows", "experts", 5),
-        LayerWeight(f"{_X}.linear_fc1.bias", "e+e", "bias", "rows", step=5, has="mlp_bias"),
+        LayerWeight(f"{_X}.linear_fc1.weight", "E h", "matrix", "rows", "experts", 5),
+        LayerWeight(f"{_X}.linear_fc1.bias", "E", "bias", "rows", step=5, has="mlp_bias"),
         LayerWeight(f"{_X}.linear_fc2.weight", "h e", "matrix", "columns", "experts", 6),
         LayerWeight(f"{_X}.linear_fc2.bias", "h", "bias", step=6, has="mlp_bias"),
         LayerWeight(f"{_M}.expert_output_norm.weight", "h", "norm", step=5, has="moe.own_norms"),
         LayerWeight(f"{_M}.shared_norm.weight", "h", "norm", step=5, has="moe.own_norms"),
-        LayerWeight(f"{_M}.shared_experts.linear_fc1.weight", "s+s h", "matrix", "rows", "shared", 5, _SHARED),
+        LayerWeight(f"{_M}.shared_experts.linear_fc1.weight", "S h", "matrix", "rows", "shared", 5, _SHARED),
         LayerWeight(f"{_M}.shared_experts.linear_fc2.weight", "h s", "matrix", "columns", "shared", 6, _SHARED),
         LayerWeight(f"{_M}.shared_experts.gate_weight", "1 h", "matrix", "", "shared gate", 5, "moe.shared_gate"),
         LayerWeight(f"{_M}.shared_output_norm.weight", "h", "norm", step=5, has="moe.own_norms"),
@@ -56,7 +56,7 @@ class Experts(Mlp):
             # and two fp32 values.
             "router": rank.sequence * ((3 * FP32 + 2) * self.num_experts + 24 * top_k),
             "sent to experts": sent * rank.etp,  # each etp rank has all tokens of its expert, and a part of its width
-            "gate and up": 2 * ffn,
+            "gate and up": (1 + model.has_gate) * ffn,
             "gated": ffn,
             **({} if rank.is_fused or model.activation != "swiglu" else {UNFUSED: 3 * ffn}),
             **self._shared_expert(rank),
@@ -70,7 +70,11 @@ class Experts(Mlp):
             return {}
         ffn = rank.width * model.moe.shared_ffn_hidden_size / rank.tp
         gate = {"shared expert's output and gate": rank.hidden(model) + rank.width * rank.sequence}
-        return {"shared gate and up": 2 * ffn, "shared gated": ffn, **(gate if model.moe.shared_gate else {})}
+        return {
+            "shared gate and up": (1 + model.has_gate) * ffn,
+            "shared gated": ffn,
+            **(gate if model.moe.shared_gate else {}),
+        }
 
     def _own_norms(self, rank: RankShare) -> dict[str, float]:
         """Bytes per token that the norms of moe.own_norms save: norms of the router, the shared expert and the experts.
@@ -142,17 +146,18 @@ class Experts(Mlp):
         ffn = width * num_sent * model.resolved_expert_ffn
         in_fp32 = rank.sequence * model.hidden_size * (width + FP32)
         copies = 2 * sent + 4 * received + sent + hidden
-        forward = copies + 3 * ffn + in_fp32 + ROUTER[0] * rank.sequence * self.num_experts
-        backward = copies + 5 * ffn + 2 * in_fp32 + ROUTER[1] * rank.sequence * self.num_experts + 3 * hidden
-        own = Moved(forward, backward, 3 * ffn + 2 * received)
-        return total(own, self._biases(ffn, received * FP32 / width), self._shared_passes(rank))
+        forward = copies + in_fp32 + ROUTER[0] * rank.sequence * self.num_experts
+        backward = copies + 2 * in_fp32 + ROUTER[1] * rank.sequence * self.num_experts + 3 * hidden
+        own = Moved(forward, backward, 2 * received)
+        return total(own, activation(model, ffn), self._biases(ffn, received * FP32 / width), self._shared_passes(rank))
 
     def _biases(self, ffn: float, received: float) -> Moved:
         """Bytes of both biases.  received: bytes of the tokens of this rank's experts in fp32"""
         if not self.model.mlp_bias:
             return Moved()
-        forward = 4 * ffn + 4 * received
-        return Moved(forward, 2 * ffn + 7.5 * received, forward)
+        first = ffn * (1 + self.model.has_gate)
+        forward = 2 * first + 4 * received
+        return Moved(forward, first + 7.5 * received, forward)
 
     def _shared_passes(self, rank: RankShare) -> Moved:
         """Bytes of the shared expert: its activation, the sums with the experts' output and of gradients, its gate."""
@@ -160,4 +165,5 @@ class Experts(Mlp):
         if model.moe.shared_ffn_hidden_size is None:
             return Moved()
         ffn, gate = rank.width * model.moe.shared_ffn_hidden_size / rank.tp, hidden * model.moe.shared_gate
-        return Moved(3 * ffn + 3 * hidden + 2 * gate, 5 * ffn + 3 * hidden + 9 * gate, 3 * ffn + 2 * hidden + 2 * gate)
+        own = Moved(3 * hidden + 2 * gate, 3 * hidden + 9 * gate, 2 * hidden + 2 * gate)
+        return total(own, activation(model, ffn))

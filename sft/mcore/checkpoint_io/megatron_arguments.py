@@ -52,7 +52,7 @@ def model_arguments(model: ModelConfig, *, padded_vocab_size: int, positions: in
 def _activation_arguments(model: ModelConfig) -> dict[str, Any]:
     """The arguments of the activation.  quick_geglu means gate * sigmoid(1.702 * gate) * (up + glu_linear_offset)."""
     if model.activation != "clamped_swiglu":
-        return dict(swiglu=model.activation == "swiglu")
+        return dict(swiglu=model.activation == "swiglu", squared_relu=model.activation == "relu2")
     return dict(
         swiglu=False,
         quick_geglu=True,

@@ -9,8 +9,8 @@ from sft.mcore.backend import AttentionBackend
 from sft.mcore.experts.spec import with_experts
 from sft.mcore.model.layer import Layer
 from sft.mcore.model.mixers import with_mixer
+from sft.mcore.modules.activation import Activation
 from sft.mcore.modules.biases import bias_mlp, submodules_of, with_bias
-from sft.mcore.modules.gated_activation import GatedActivation
 
 
 def layer_spec(config: Config, backend: AttentionBackend, tp_group: Any, layer_number: int) -> ModuleSpec:
@@ -33,7 +33,7 @@ def layer_spec(config: Config, backend: AttentionBackend, tp_group: Any, layer_n
         bias_mlp(spec.submodules.mlp, has_experts=has_experts)
     if has_experts:
         return with_experts(spec, model, backend.library, recompute=is_selective)
-    if GatedActivation.fields(model):
-        submodules_of(spec.submodules.mlp).activation_func = GatedActivation.spec(model)
+    if Activation.fields(model):
+        submodules_of(spec.submodules.mlp).activation_func = Activation.spec(model)
     spec.params |= {"recompute": is_selective or train.mlp_tile is not None, "tile": train.mlp_tile}
     return spec

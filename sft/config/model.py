@@ -7,6 +7,7 @@ from pydantic import Field
 
 from sft.config import megatron_fields
 from sft.config.full_attention import FullAttentionConfig
+from sft.config.halves import HalvesConfig, MlpKind
 from sft.config.latent_attention import LatentAttentionConfig
 from sft.config.linear_attention import LinearAttentionConfig
 from sft.config.mixer_section import LayerKind, MixerSection
@@ -100,6 +101,8 @@ class ModelConfig(Section):
     """Layers with linear attention (Gated DeltaNet)."""
     latent_attention: LatentAttentionConfig = LatentAttentionConfig()
     """Multi-head latent attention (DeepSeek-V3), in all layers but those of linear_attention."""
+    halves: HalvesConfig = HalvesConfig()
+    """Layers that have only one of the halves of a layer: only attention, or only an MLP."""
     rope: RopeConfig = RopeConfig()
     """Rotary position embedding."""
     moe: MoeConfig = MoeConfig()
@@ -152,11 +155,14 @@ class ModelConfig(Section):
             yield "rope.skip_layers", f"names layer {self.rope.skip_layers[-1]} of {self.num_layers}"
         if self.moe.dense_layers >= self.num_layers:
             yield "moe.dense_layers", f"leaves no layer of {self.num_layers} for experts; use moe.num_experts = null"
+        if self.moe.layers and self.moe.layers[-1] > self.num_layers:
+            yield "moe.layers", f"names layer {self.moe.layers[-1]} of {self.num_layers}"
         for name, section in self.mixer_sections.items():
             if section.named and section.named[-1] > self.num_layers:
                 yield f"{name}.layers", f"names layer {section.named[-1]} of {self.num_layers}"
             yield from section.conflicts_with(self)
         yield from self.full_attention.conflicts_with(self)
+        yield from self.halves.conflicts_with(self)
         if self.moe.own_norms and self.norm_placement != "both":
             yield "moe.own_norms", "needs norm_placement = both, whose norm on the output follows those of its parts"
         if self.value_norm and self.latent_attention.is_used:
@@ -173,6 +179,8 @@ class ModelConfig(Section):
             yield f"megatron.{megatron_fields.PERMUTE_FUSION}", "has no effect without moe.num_experts; leave it out"
 
     def _mlp_conflicts(self) -> Iterator[tuple[str, str]]:
+        if self.moe.latent_size is not None and self.mlp_bias:
+            yield "moe.latent_size", "is not supported with mlp_bias; use null"
         if self.num_layers * (self.moe.num_experts or 1) > _MOST_IN_ALL:
             yield "moe.num_experts", f"makes more than {_MOST_IN_ALL:,} experts in all layers"
         for name in ("activation_limit", "activation_alpha"):
@@ -220,19 +228,36 @@ class ModelConfig(Section):
 
     def kind_of(self, layer_number: int) -> LayerKind:
         """The kind of a layer, counted from 1."""
+        if layer_number in self.halves.without_mixer:
+            return "no mixer"
         for section in self.mixer_sections.values():
             if section.has_layer(layer_number):
                 return section.kind
         return "full attention" if self.window_of(layer_number) is None else "window attention"
 
+    def mlp_kind_of(self, layer_number: int) -> MlpKind:
+        """The second half of a layer, counted from 1."""
+        if layer_number in self.halves.without_mlp:
+            return "no MLP"
+        return "experts" if self.moe.has_layer(layer_number) else "dense"
+
     def has_experts(self, layer_number: int) -> bool:
         """Whether a layer, counted from 1, has experts in place of an MLP."""
-        return self.moe.num_experts is not None and layer_number > self.moe.dense_layers
+        return self.mlp_kind_of(layer_number) == "experts"
 
     @property
-    def without_experts(self) -> "ModelConfig":
-        """The model whose layers are all like those of moe.dense_layers."""
-        return self.model_copy(update={"moe": MoeConfig()})
+    def expert_layers(self) -> list[int]:
+        """The layers with experts, counted from 1."""
+        return [number for number in range(1, self.num_layers + 1) if self.has_experts(number)]
+
+    def with_all_mlps(self, kind: MlpKind) -> "ModelConfig":
+        """A model whose layers all have this second half; the model itself if it is such a model."""
+        every = [*range(1, self.num_layers + 1)]
+        if {self.mlp_kind_of(number) for number in every} == {kind}:
+            return self
+        moe = self.moe.model_copy(update={"dense_layers": 0, "layers": None}) if kind == "experts" else MoeConfig()
+        halves = HalvesConfig(without_mlp=every) if kind == "no MLP" else HalvesConfig()
+        return self.model_copy(update={"moe": moe, "halves": halves})
 
     @property
     def mixer_sections(self) -> dict[str, MixerSection]:
@@ -243,7 +268,8 @@ class ModelConfig(Section):
     def stacks_layers(self) -> bool:
         """Whether a checkpoint stacks each weight over all layers in one tensor, which needs layers of equal shapes."""
         is_mixed = any(section.named for section in self.mixer_sections.values())
-        return not (is_mixed or self.moe.dense_layers or self.full_attention.is_used)
+        is_mixed = is_mixed or self.moe.is_mixed or self.halves.is_used
+        return not (is_mixed or self.full_attention.is_used)
 
     @property
     def kinds(self) -> set[LayerKind]:
@@ -272,6 +298,11 @@ class ModelConfig(Section):
     def num_layer_norms(self) -> int:
         """Norms on hidden states in a layer that have weights."""
         return (4 if self.norm_placement == "both" else 2) + 3 * self.moe.own_norms
+
+    @property
+    def expert_width(self) -> int:
+        """Width of the tokens that experts read and write."""
+        return self.moe.latent_size or self.hidden_size
 
     @property
     def resolved_expert_ffn(self) -> int:

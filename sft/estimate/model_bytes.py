@@ -12,13 +12,13 @@ from sft.layers.rank_share import FP32, RankShare
 
 def gradients_of_experts(model: ModelConfig, rank: RankShare) -> float:
     """Bytes of the weight gradients of all experts of a layer on this rank."""
-    numbers = (2 + model.has_gate) * model.hidden_size * model.resolved_expert_ffn * (model.moe.num_experts or 0)
+    numbers = (2 + model.has_gate) * model.expert_width * model.resolved_expert_ffn * (model.moe.num_experts or 0)
     return rank.width * numbers / (rank.ep * rank.etp)
 
 
 def widest_gradient(model: ModelConfig, rank: RankShare) -> float:
     """Bytes of a rank's largest weight gradient of gate and up, before it is added to the fp32 sum."""
-    dense = model.ffn_hidden_size if model.moe.dense_layers else 0
+    dense = model.ffn_hidden_size if model.moe.is_mixed else 0
     widest = max(model.resolved_expert_ffn, model.moe.shared_ffn_hidden_size or 0, dense)
     return rank.width * model.hidden_size * (1 + model.has_gate) * widest / rank.tp
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from sft.config import ModelConfig
-from sft.layers.moved import Moved, activation
+from sft.layers.moved import Moved, activation, around
 from sft.layers.rank_share import RankShare
 from sft.layers.second_half import Mlp, MlpBackward
 from sft.layers.weight import LayerWeight, has_input_norms
@@ -21,6 +21,7 @@ class DenseMlp(Mlp):
         LayerWeight(f"{_M}.linear_fc2.bias", "h", "bias", step=6, has="mlp_bias"),
     )
     num_experts = 0
+    is_split_by_tp = True
 
     def saved_inside(self, rank: RankShare) -> dict[str, float]:
         ffn, gates = rank.width * self.model.ffn_hidden_size / rank.tp, self.model.has_gate
@@ -37,6 +38,10 @@ class DenseMlp(Mlp):
     def replaced(self, work: MlpBackward) -> float:
         """Bytes of the gated activation, if it was saved.  The activation's gradient replaces it in memory."""
         return (work.saved["gated"] if "gated" in work.kept else 0.0) * work.tokens
+
+    def frame(self, rank: RankShare, *, is_portable: bool) -> Moved:
+        """Bytes of norms and the residual sum.  Selective computes this half again, and copies its input's gradient."""
+        return around(self.model, rank, repeated=7.0 + 2.0 * (self.model.norm_placement == "both"))
 
     @staticmethod
     def divided_by_tp(model: ModelConfig) -> dict[str, int]:

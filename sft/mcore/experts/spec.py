@@ -9,6 +9,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 
 from sft.config import ModelConfig
 from sft.mcore.experts.grouped import with_own_activation
+from sft.mcore.experts.latent import LatentExperts, with_latent_size
 from sft.mcore.experts.layer import ExpertLayer
 from sft.mcore.experts.normed import NormedExperts, NormedRouter
 from sft.mcore.experts.router import Router
@@ -39,6 +40,10 @@ def with_experts(spec: ModuleSpec, model: ModelConfig, library: ModuleLibrary, *
     if model.moe.own_norms:
         spec.submodules.pre_mlp_layernorm = IdentityOp
         layer, arguments = NormedExperts, arguments | {"norm": library.final_norm}
+    if model.moe.latent_size is not None:
+        parts = submodules_of(mlp)
+        parts.experts = with_latent_size(parts.experts, model.moe.latent_size)
+        layer, arguments = LatentExperts, arguments | {"latent_size": model.moe.latent_size}
     if isinstance(mlp, ModuleSpec):  # up to core 0.18
         mlp.module, mlp.params = layer, arguments
     else:

@@ -132,7 +132,7 @@ def _expert_fields(model: ModelConfig, layout: Layout) -> dict[str, Any]:
         moe_expert_capacity_factor=moe.capacity_factor,
         moe_shared_expert_intermediate_size=moe.shared_ffn_hidden_size,
         moe_shared_expert_gate=moe.shared_gate,
-        moe_layer_freq=[int(model.has_experts(i + 1)) for i in range(model.num_layers)] if moe.dense_layers else 1,
+        moe_layer_freq=[int(model.has_experts(i + 1)) for i in range(model.num_layers)] if moe.is_mixed else 1,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
     )

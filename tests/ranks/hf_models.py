@@ -1,6 +1,7 @@
 """Small random transformers models, and the same weights in our engine: token losses and gradients of both."""
 
 import copy
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -130,7 +131,7 @@ def stored_gradients(
             continue
         block, _, kind = ("", "", name) if model.config.model_type in _AS_IN_MEMORY else name.rpartition(".experts.")
         for number, grad in enumerate(tensor if block else ()):
-            parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
+            parts = {"gate_up_proj": ("gate_proj", "up_proj")}.get(kind, (kind,))
             if model.config.model_type in _NUMBERED:
                 parts = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}[kind]
             for part, rows in zip(parts, grad.chunk(len(parts))):
@@ -139,6 +140,8 @@ def stored_gradients(
             found[name] = tensor.clone()
     if model.config.model_type in _NUMBERED:
         return {name.replace(".mlp.", ".block_sparse_moe."): tensor for name, tensor in found.items()}
+    if model.config.model_type == "nemotron_h":
+        return {re.sub(r"^model\.", "backbone.", name): tensor for name, tensor in found.items()}
     return found
 
 

@@ -212,6 +212,13 @@ CASES: dict[str, Case] = {
     "llama_biased": Case(
         dict(family="llama", attention_bias=True, mlp_bias=True), losses="tp", gradients="tp_whole_cp+full"
     ),
+    "nemotron_h": Case(
+        dict(family="nemotron_h"),
+        losses="one",
+        more_losses="tp cp pp ep tp_ep cp_ep",
+        gradients="one",
+        more_gradients="one+selective tp_cp_ep+selective tp_virtual pp_dp tp_pp+full",
+    ),
     # Layers of both kinds; keys and values have unequal widths, and each key head has two value heads.
     "qwen3_5_text": Case(
         dict(family="qwen3_5_text", seed=LINEAR_SEED),

@@ -9,6 +9,7 @@ files declare families:
     linear.py                            linear attention
     latent.py                            latent attention
     ungated.py                           MLPs without a gate
+    nemotron.py                          layers that are only a mixer or only an MLP
     vision.py                            a vision tower beside a language model of another family
 
 `unsupported.py` says what other families need.
@@ -22,6 +23,7 @@ from sft.hf.families.gemma4 import GEMMA4
 from sft.hf.families.latent import LATENT
 from sft.hf.families.linear import LINEAR_FAMILIES
 from sft.hf.families.llama import LLAMA_LIKE
+from sft.hf.families.nemotron import NEMOTRON
 from sft.hf.families.routed import ROUTED
 from sft.hf.families.ungated import UNGATED
 from sft.hf.families.variants import GPT_OSS, VARIANTS
@@ -40,6 +42,7 @@ FAMILIES = {
         *LINEAR_FAMILIES,
         *LATENT,
         *UNGATED,
+        *NEMOTRON,
         *VISION,
     )
 }

@@ -48,7 +48,6 @@ _MISSING: dict[str, tuple[str, str]] = {
     "mpt": (f"{_BIASED}, and ALiBi", "llama"),
     "nanochat": ("norms without weights, also on queries and keys after the rotary positions", "arcee"),
     "nemotron": ("LayerNorm with biases", "arcee"),
-    "nemotron_h": (_MAMBA, "llama"),
     "olmo": ("norms without weights", "llama"),
     "opt": (f"{_BIASED}, and learned positions", "llama"),
     "phi": (f"{_BIASED}, and attention and MLP side by side", "phi3"),

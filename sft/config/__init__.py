@@ -191,7 +191,11 @@ class Config(Section):
             "attention.backend = te, which attends to all heads at once": not self.attention.may_be_portable,
             f"run.fp8 = {self.run.fp8}, whose modules compute whole projections": self.run.fp8 is not None,
             "model.latent_attention, whose keys are expanded by head groups anyway": model.latent_attention.is_used,
-            "model.linear_attention, whose layers have no key heads to divide": model.linear_attention.is_used,
+            **{
+                f"model.{name}, whose layers have no key heads to divide": section.is_used
+                for name, section in model.mixer_sections.items()
+                if section.is_recurrent
+            },
             "model.attention_output_gate, which is a third tensor of all heads": model.attention_output_gate,
             "model.qk_norm_across_heads, which needs all heads of a token": model.qk_norm_across_heads,
         }

@@ -19,7 +19,7 @@ class AttentionConfig(Section):
     kernels: Annotated[list[Kernel], Field(min_length=1)] | None = None
     """Kernels of portable that may compute softmax attention; null: all (docs/reference/kernels.md)."""
     delta_rule: Literal["auto", "torch", "fla"] = "auto"
-    """Kernel of linear attention: fla is flash-linear-attention (CUDA, bf16); torch is plain and runs anywhere."""
+    """Kernel of recurrences: fla is flash-linear-attention (CUDA, bf16); torch is plain and runs anywhere."""
 
     @property
     def may_be_portable(self) -> bool:

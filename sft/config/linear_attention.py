@@ -9,6 +9,7 @@ from sft.config.section import Positive, divisors
 
 class LinearAttentionConfig(MixerSection):
     kind = "linear attention"
+    is_recurrent = True
     layers: list[Positive] = []
     """Layers with linear attention in place of attention, counted from 1 (Qwen3-Next: three of four)."""
     num_key_heads: Positive | None = None

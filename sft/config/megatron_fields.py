@@ -64,6 +64,10 @@ _OWN_KEYS = {
     "model.linear_attention.key_head_dim": "linear_key_head_dim",
     "model.linear_attention.value_head_dim": "linear_value_head_dim",
     "model.linear_attention.conv_kernel": "linear_conv_kernel_dim",
+    "model.mamba.num_heads": "mamba_num_heads",
+    "model.mamba.head_dim": "mamba_head_dim",
+    "model.mamba.num_groups": "mamba_num_groups",
+    "model.mamba.state_dim": "mamba_state_dim",
     "model.latent_attention.kv_lora_rank": "multi_latent_attention",
     "model.rope.skip_layers": "no_rope_freq",
     "model.rope.interleaved": "rotary_interleaved",
@@ -127,7 +131,7 @@ _REASONS = {
         dsa_indexer_use_sparse_loss dsa_kernel_backend@0.19 inference_cuda_graph_scope@0.19
         inference_disable_triton_nvls_kernels@0.19 inference_grouped_gemm_backend@0.19
         inference_moe_disable_fused_quant_kernels@0.19 inference_moe_token_dispatcher_type@0.19
-        inference_sampling_seed is_hybrid_model mamba_head_dim mamba_num_groups mamba_num_heads mamba_state_dim
+        inference_sampling_seed is_hybrid_model
         mamba_training_ssm_states_dtype@0.19 moe_input_jitter_eps moe_pad_experts_for_cuda_graph_inference@0.19
         moe_per_layer_logging moe_router_force_biased@0.19 moe_router_force_load_balancing moe_router_fusion
         moe_router_quantile_balancing_ema@0.19 moe_router_topk_limited_devices moe_token_drop_policy mrope_section

@@ -1,17 +1,18 @@
-"""The base class of the sections for layers with linear or latent attention."""
+"""The base class of the sections for kinds of layers: recurrences and latent attention."""
 
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 from sft.config.section import Section
 
-LayerKind = Literal["full attention", "window attention", "linear attention", "latent attention", "no mixer"]
+LayerKind = Literal["full attention", "window attention", "linear attention", "Mamba-2", "latent attention", "no mixer"]
 
 
 class MixerSection(Section):
     kind: ClassVar[LayerKind]
     switch: ClassVar[str] = "layers"  # the key without which no layer is of this kind
     has_te: ClassVar[bool] = False  # Transformer Engine computes such layers
+    is_recurrent: ClassVar[bool] = False  # layers have a state, and no keys that later tokens read
 
     @property
     def named(self) -> list[int]:

@@ -10,6 +10,7 @@ from sft.config.full_attention import FullAttentionConfig
 from sft.config.halves import HalvesConfig, MlpKind
 from sft.config.latent_attention import LatentAttentionConfig
 from sft.config.linear_attention import LinearAttentionConfig
+from sft.config.mamba import MambaConfig
 from sft.config.mixer_section import LayerKind, MixerSection
 from sft.config.moe import MoeConfig
 from sft.config.pretrained import Pretrained
@@ -23,6 +24,7 @@ RANDOM = "random"  # of init_from; a folder of this name is ./random
 # true, so latent attention, which takes all layers, comes last.
 MIXER_SECTIONS: dict[str, type[MixerSection]] = {
     "linear_attention": LinearAttentionConfig,
+    "mamba": MambaConfig,
     "latent_attention": LatentAttentionConfig,
 }
 
@@ -99,8 +101,10 @@ class ModelConfig(Section):
     """Multiply the output of attention by sigmoid(gate), a projection of the token, before the output projection."""
     linear_attention: LinearAttentionConfig = LinearAttentionConfig()
     """Layers with linear attention (Gated DeltaNet)."""
+    mamba: MambaConfig = MambaConfig()
+    """Layers with Mamba-2 (Nemotron 3)."""
     latent_attention: LatentAttentionConfig = LatentAttentionConfig()
-    """Multi-head latent attention (DeepSeek-V3), in all layers but those of linear_attention."""
+    """Multi-head latent attention (DeepSeek-V3), in all layers but those of linear_attention and mamba."""
     halves: HalvesConfig = HalvesConfig()
     """Layers that have only one of the halves of a layer: only attention, or only an MLP."""
     rope: RopeConfig = RopeConfig()

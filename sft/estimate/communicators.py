@@ -96,11 +96,11 @@ def _gradient_norm(config: Config, layout: Layout) -> Communicators:
 
 
 def _context_parallel(config: Config, layout: Layout) -> Communicators:
-    """The groups of ranks that share a pack.  Halos of windows, states of linear attention and heads (a2a) travel by
+    """The groups of ranks that share a pack.  Halos of windows, states of recurrences and heads (a2a) travel by
     all-to-alls.  Metrics of documents are summed over all of these ranks."""
-    kinds, is_portable = {group.mixer.kind for group in all_layer_groups(config.model)}, uses_portable(config)
-    exchanges = "linear attention" in kinds or (
-        "window attention" in kinds if is_portable else config.parallel.cp_comm == "a2a"
+    mixers, is_portable = [group.mixer for group in all_layer_groups(config.model)], uses_portable(config)
+    exchanges = any(mixer.num_states(1) for mixer in mixers) or (
+        any(mixer.window for mixer in mixers) if is_portable else config.parallel.cp_comm == "a2a"
     )
     groups = {f"cp of {size}": Communicator(size, exchanges) for size in layout.cp_sizes[1:-1]}
     if not is_portable and config.parallel.cp_comm == "a2a+p2p" and layout.cp_a2a is not None:

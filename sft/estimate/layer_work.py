@@ -2,7 +2,7 @@
 
 matrix products   FLOPs / the rate for the smallest of their three sizes
 attention         causal FLOPs of each document / the kernel's rate for the document's tokens on a rank
-delta rule        FLOPs / FLA's rate; in plain torch, FLOPs / the rate of fp32 products + bytes / bandwidth
+recurrences       FLOPs / FLA's rate; in plain torch, FLOPs / the rate of fp32 products + bytes / bandwidth
 elementwise       bytes that norms, rotary positions, activations and residual sums read and write / bandwidth
 """
 
@@ -53,7 +53,7 @@ class LayerWork:
         reached: the share of layers that `attention_reached` returns
         """
         train = self.config.train
-        repeats_states = train.recompute in ("selective", "full")  # selective repeats linear attention as a whole
+        repeats_states = train.recompute in ("selective", "full")  # selective repeats recurrences as a whole
         attention, gradients = self.attention()
         states, state_gradients = self._states()
         element = self._elementwise()
@@ -103,7 +103,7 @@ class LayerWork:
         return total[0], total[1]
 
     def _states(self) -> tuple[float, float]:
-        """Seconds of the delta rule, forward and backward."""
+        """Seconds of recurrences, forward and backward."""
         layout, constants, total = self.layout, self.constants, [0.0, 0.0]
         tokens = self.config.data.seq_length / layout.cp
         for group in layer_groups(self.config.model):
@@ -125,7 +125,7 @@ class LayerWork:
 
         Over cp, a rank has two fragments of a document.
         """
-        heads = (mixer.model.linear_attention.num_value_heads or 1) / self.layout.tp
+        heads = mixer.num_states(self.layout.tp)
         documents = float(self.lengths.of_pack(self.config.data.seq_length)[1].sum())
         return heads * max(1.0, documents if self.layout.cp == 1 else 2 * documents)
 

@@ -19,7 +19,7 @@ from sft.layers.weight import LayerWeight
 
 
 class StateWork(NamedTuple):
-    """The work of the delta rule.
+    """The work of a recurrence.
 
     forward, backward  as multiples of one forward pass without maps of fragments
     flops, num_bytes   of this pass in plain torch, per token and divided among tp ranks; 0: a fused kernel computes it
@@ -166,11 +166,15 @@ class Mixer(ABC):
 
     @property
     def state_products(self) -> int:
-        """Multiplications per token with the state of linear attention, in forward."""
+        """Multiplications per token with the states of a recurrence, in forward."""
+        return 0
+
+    def num_states(self, tp: int) -> int:
+        """Heads with a state on a tensor-parallel rank; 0: the mixer has no recurrence."""
         return 0
 
     def state_work(self, config: Config, cp_size: int) -> StateWork:
-        """The work of linear attention in one layer, for long documents on cp_size ranks."""
+        """The work of the recurrence in one layer, for long documents on cp_size ranks."""
         return StateWork(0.0, 0.0)
 
     def frame(self, rank: RankShare, *, is_portable: bool) -> Moved:

@@ -9,8 +9,8 @@ Letters stand for the sizes in a shape.  The file of a mixer explains the letter
 
     v vocabulary    h hidden size    f MLP width    x experts    e width of an expert's MLP
     q query heads * head width    k key heads * head width    d head width    s width of the shared expert    1 one
-    F rows of an MLP's first projection: f, with a gate 2 f; E and S: those of an expert and of the shared expert
-    w width of the tokens that experts read
+    F rows of an MLP's first projection: f, with a gate 2 f; E and R: those of an expert and of the shared expert
+    W width of the tokens that experts read
     P rows of the projection to queries, their gates, keys and values
     a query heads    g key heads    X experts, as the axis of a tensor that has a matrix or a vector for each expert
 """
@@ -69,8 +69,8 @@ def sizes_of(model: ModelConfig, vocab_size: int = 0) -> dict[str, int]:
         "e": model.resolved_expert_ffn,
         "F": projections * model.ffn_hidden_size,
         "E": projections * model.resolved_expert_ffn,
-        "w": model.expert_width,
-        "S": projections * (model.moe.shared_ffn_hidden_size or 0),
+        "W": model.expert_width,
+        "R": projections * (model.moe.shared_ffn_hidden_size or 0),
         "q": queries,
         "k": keys,
         "P": queries * (1 + model.attention_output_gate) + keys * model.full_attention.num_kv_projections,

@@ -1,4 +1,4 @@
-"""Decides which rank computes which tokens in a layer of linear attention.  In numpy, without torch.
+"""Decides which rank computes which tokens in a layer with a recurrence.  In numpy, without torch.
 
 Such a layer carries a state from each token of a document to the next.  A fragment is a run of consecutive tokens of
 one document that one rank computes.  Under context parallelism (CP) there are two kinds of documents:
@@ -8,7 +8,8 @@ one document that one rank computes.  Under context parallelism (CP) there are t
     short   Ranks send all tokens to one rank, which computes the document as one fragment and sends the outputs back.
 
 A document is short if sending its tokens takes fewer bytes than sending the maps of its fragments
-(`HeadSizes.max_short`).  Short documents are divided over ranks so that all ranks compute about equally many tokens:
+(`RecurrentSizes.max_short`).  Short documents are divided over ranks so that all ranks compute about equally many
+tokens:
 
     documents of 64, 8 and 16 tokens, cp 2, documents of up to 16 tokens are short
     rank 0 computes tokens  0..15 and 48..63 of the first document, and the third document
@@ -86,7 +87,7 @@ class FragmentPlan:
     ) -> "FragmentPlan":
         """cu_seqlens: int32 [documents + 1], padded boundaries of the documents of the whole pack
 
-        max_short: length of the longest document that counts as short (`HeadSizes.max_short`)
+        max_short: length of the longest document that counts as short (`RecurrentSizes.max_short`)
         """
         starts, chunk = document_chunks(cu_seqlens, cp_size)
         lengths = np.diff(cu_seqlens.astype(np.int64))

@@ -9,23 +9,23 @@ import torch
 from sft.console import Console
 from sft.hf.once_per_node import once_per_node
 from sft.mcore.backend import AttentionBackend
-from sft.mcore.linear_attention.fla_compilation import compile_kernels
-from sft.mcore.linear_attention.fla_kernel import FlaKernel
+from sft.mcore.linear_attention.fla_layer import FlaLayer
 
 _TITLE = "compiling kernels of linear attention"
 
 
 def compile_first(backend: AttentionBackend, device: torch.device, console: Console) -> None:
     """If the run has kernels of FLA, compile them in one process of this node, and then read them in all others."""
-    kernel = backend.kernels.get("linear attention")
-    if not isinstance(kernel, FlaKernel):
+    kernels = [kernel for kernel in backend.kernels.values() if isinstance(kernel, FlaLayer)]
+    if not kernels:
         return
     folder = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
     before, started = _entries(folder), time.monotonic()
     console.say(f"{_TITLE}: minutes on the first run with these sizes; later runs find them in {folder}")
 
     def work() -> str:
-        compile_kernels(kernel, backend.config, device)
+        for kernel in kernels:
+            kernel.compile(backend.config, device)
         return str(os.getpid())
 
     with console.watch(_TITLE, None, "entries of the cache", lambda: _entries(folder) - before):

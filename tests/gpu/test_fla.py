@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from sft.mcore.linear_attention import fla_functions, fla_kernel
-from sft.mcore.linear_attention.delta_rule import Fragments, Inputs, Kernel
-from sft.mcore.linear_attention.gated_delta import gated_delta_rule
+from sft.mcore.linear_attention.delta_rule import DeltaKernel, Inputs
+from sft.mcore.linear_attention.recurrence import Fragments
+from sft.mcore.linear_attention.recurrent_attention import recurrent_attention
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 from sft.parallel.taps import Taps
 from tests.gpu import runs
@@ -30,7 +31,7 @@ DEVICE = torch.device(runs.DEVICE)
 
 
 @pytest.fixture(scope="module")
-def fla() -> Iterator[Kernel]:
+def fla() -> Iterator[DeltaKernel]:
     if reason := fla_functions.problem() or fla_kernel.old_gpu() or fla_kernel.wrong_triton():
         pytest.skip(reason)
     with pytest.MonkeyPatch.context() as patch:
@@ -64,7 +65,7 @@ def check(found: list[Tensor], expected: list[Tensor], num_forward: int) -> None
 
 
 @pytest.mark.parametrize("mix", FRAGMENTS)
-def test_fla_computes_what_plain_torch_does(fla: Kernel, mix: str) -> None:
+def test_fla_computes_what_plain_torch_does(fla: DeltaKernel, mix: str) -> None:
     """Outputs, maps and all gradients, with states that come from and go to other fragments."""
     narrow, grad = inputs()
     boundaries, num_linked = FRAGMENTS[mix]
@@ -85,7 +86,7 @@ def test_fla_computes_what_plain_torch_does(fla: Kernel, mix: str) -> None:
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])
-def test_convolution_norm_and_decay(fla: Kernel, monkeypatch: pytest.MonkeyPatch, cp_size: int) -> None:
+def test_convolution_norm_and_decay(fla: DeltaKernel, monkeypatch: pytest.MonkeyPatch, cp_size: int) -> None:
     """On views of the projections.  With cp 2, every all-to-all receives the same random numbers."""
     halo = random(64, VALUE_HEADS * WIDTH).bfloat16()
     monkeypatch.setattr(
@@ -110,7 +111,7 @@ def test_convolution_norm_and_decay(fla: Kernel, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("cp", [2, 8])
-def test_fragments_of_a_cp_group_are_the_document(fla: Kernel, cp: int) -> None:
+def test_fragments_of_a_cp_group_are_the_document(fla: DeltaKernel, cp: int) -> None:
     """Forward and backward of a document of 3,072 tokens that 2 x cp fragments share, one after the other in this
     process, and of a short one, beside both documents as a whole in plain torch."""
     narrow, grad = inputs()
@@ -123,12 +124,12 @@ def test_fragments_of_a_cp_group_are_the_document(fla: Kernel, cp: int) -> None:
         leaves = [x.detach().to(torch.promote_types(x.dtype, dtype)).requires_grad_() for x in narrow]
         schedule = kernel.schedule(fragments, VALUE_HEADS, DEVICE)
         link: Any = passing
-        out = gated_delta_rule(Inputs(*leaves), schedule, kernel, link)
+        out = recurrent_attention(Inputs(*leaves), schedule, kernel, link)
         results.append([out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))])
     check(*results, num_forward=1)
 
 
-def test_another_document_changes_nothing(fla: Kernel) -> None:
+def test_another_document_changes_nothing(fla: DeltaKernel) -> None:
     """Bitwise, once FLA has chosen its variants."""
     narrow, grad = inputs()
     edges, _ = FRAGMENTS["many"]
@@ -146,7 +147,7 @@ def test_another_document_changes_nothing(fla: Kernel) -> None:
         assert torch.equal(a[: edges[1]], b[: edges[1]]) and torch.equal(a[edges[2] :], b[edges[2] :])
 
 
-def test_a_pass_does_not_wait_for_the_gpu(fla: Kernel) -> None:
+def test_a_pass_does_not_wait_for_the_gpu(fla: DeltaKernel) -> None:
     """Forward and backward with maps and states, once everything is compiled."""
     narrow, grad = inputs()
     boundaries, num_linked = FRAGMENTS["many"]

@@ -174,8 +174,9 @@ class _Passing:
 def linear(number: int, architecture: str) -> Iterator[Compiled]:
     """The kernels of a layer of linear attention: two fragments of a long document, and a short document."""
     driver, found = triton_driver.activate(configurations.ARCHITECTURES[architecture][0]), list[Compiled]()
-    from sft.mcore.linear_attention.delta_rule import Fragments, Inputs
-    from sft.mcore.linear_attention.gated_delta import gated_delta_rule
+    from sft.mcore.linear_attention.delta_rule import Inputs
+    from sft.mcore.linear_attention.recurrence import Fragments
+    from sft.mcore.linear_attention.recurrent_attention import recurrent_attention
     from sft.parallel.taps import Taps
 
     shape, (config, mixer) = list(configurations.linear().items())[number]
@@ -212,7 +213,7 @@ def linear(number: int, architecture: str) -> Iterator[Compiled]:
         inputs = Inputs(q, k, v, made(tokens, value_heads, dtype=torch.float32), made(tokens, value_heads))
         what = "delta rule, states passed" if linked else "delta rule"
         with recorded(f"{what}: forward", driver, found):
-            out = gated_delta_rule(inputs, schedule, kernel, _Passing() if linked else None)
+            out = recurrent_attention(inputs, schedule, kernel, _Passing() if linked else None)
         with recorded(f"{what}: backward", driver, found):
             out.backward(torch.zeros_like(out))
     norm = (

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from sft.layers.mixers.delta import StateTraffic
+from sft.layers.mixers.recurrent import StateTraffic
 from sft.layers.traffic import Passes, halo_tokens
 from sft.parallel.branches import Branches
 from sft.parallel.halo import Halo

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sft.layers.mixers.delta import HeadSizes, StateTraffic
+from sft.layers.mixers.delta import HeadSizes
+from sft.layers.mixers.recurrent import StateTraffic
 from sft.layers.traffic import Passes
 from sft.mcore.linear_attention.delta_rule import Inputs
 from sft.mcore.linear_attention.documents import LinearDocuments, linear_attention

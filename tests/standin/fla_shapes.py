@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sft.layers.mixers.delta import FLA_CHUNK as CHUNK
+from sft.layers.mixers.recurrent import FLA_CHUNK as CHUNK
 
 Results = tuple[Any, ...]
 

@@ -19,15 +19,16 @@ import torch
 from torch import Tensor
 
 from sft.mcore.linear_attention import fla_functions, fla_kernel
-from sft.mcore.linear_attention.delta_rule import Fragments, Inputs, Kernel
+from sft.mcore.linear_attention.delta_rule import DeltaKernel, Inputs
 from sft.mcore.linear_attention.fla_kernel import FlaKernel
+from sft.mcore.linear_attention.recurrence import Fragments
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 from tools.bench.clock import medians, time_on
 from tools.bench.delta_rule import random_inputs
 from tools.bench.harness import Column, Option, Row, Subject
 from tools.bench.mixes import read_length
 
-KERNELS: dict[str, Callable[[], Kernel]] = {
+KERNELS: dict[str, Callable[[], DeltaKernel]] = {
     "fla": lambda: FlaKernel(fla_functions.functions()),
     "torch": lambda: TorchDeltaKernel(),
 }
@@ -51,7 +52,7 @@ def prepare(options: argparse.Namespace) -> Iterator[Row]:
         yield {"case": "every", "way": "fla", "status": f"not measured: {problem}"}
 
 
-def passes_of(kernel: Kernel, inputs: Inputs, cp: int) -> dict[str, Callable[[], Any]]:
+def passes_of(kernel: DeltaKernel, inputs: Inputs, cp: int) -> dict[str, Callable[[], Any]]:
     """Name -> a pass over the fragments of a rank, as in gated_delta.py but for the messages."""
     tokens, heads, device = len(inputs.v), inputs.v.shape[1], inputs.v.device
     is_linked = cp > 1

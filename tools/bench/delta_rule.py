@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from sft.mcore.linear_attention import fla_functions
-from sft.mcore.linear_attention.delta_rule import Fragments, Inputs, Kernel
+from sft.mcore.linear_attention.delta_rule import DeltaKernel, Inputs
 from sft.mcore.linear_attention.fla_kernel import FlaKernel
-from sft.mcore.linear_attention.gated_delta import gated_delta_rule
+from sft.mcore.linear_attention.recurrence import Fragments
+from sft.mcore.linear_attention.recurrent_attention import recurrent_attention
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 from tools.bench.clock import check_close, cpu_time, medians, time_on
 from tools.bench.harness import Bar, Column, Option, Row, Subject
@@ -62,7 +63,7 @@ def by_transformers(boundaries: Sequence[int], inputs: Inputs) -> Tensor:
 
 def ways_of(boundaries: Sequence[int], options: argparse.Namespace) -> dict[str, Way]:
     """Name -> implementation on a pack with these boundaries.  The baseline comes first."""
-    kernels: dict[str, Callable[[], Kernel]] = {
+    kernels: dict[str, Callable[[], DeltaKernel]] = {
         "torch": TorchDeltaKernel,
         "fla": lambda: FlaKernel(fla_functions.functions()),
     }
@@ -70,7 +71,7 @@ def ways_of(boundaries: Sequence[int], options: argparse.Namespace) -> dict[str,
     for name in filter(options.ways.__contains__, kernels):
         kernel = kernels[name]()
         schedule = kernel.schedule(Fragments.of(boundaries), options.value_heads, options.device)
-        ways[name] = partial(gated_delta_rule, schedule=schedule, kernel=kernel)
+        ways[name] = partial(recurrent_attention, schedule=schedule, kernel=kernel)
     return ways
 
 

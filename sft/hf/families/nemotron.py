@@ -64,7 +64,7 @@ def _of_experts(name: str, default: Any, absent: Any) -> Computed:
 
 def _rules() -> tuple[Rule, ...]:
     """The rules of all tensors.  `_NAMES` changes the names that other families have."""
-    projections = [("fc1", "w h"), ("fc2", "h w")]
+    projections = [("fc1", "W h"), ("fc2", "h W")]
     latents = (
         Rule(
             f"decoder.layers.mlp.{name}_latent_proj.weight",

@@ -1,37 +1,30 @@
-"""Linear attention with the gated delta rule (Yang et al., 2024, arXiv:2412.06464).
-
-A token reads a state to which all earlier tokens have contributed, so its cost does not grow with the length.
-"""
+"""Linear attention with the gated delta rule (Yang et al., 2024, arXiv:2412.06464)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from sft.config import Config, ModelConfig
 from sft.config.linear_attention import LinearAttentionConfig
-from sft.layers.mixer import Mixer, MixerBytes, StateWork
+from sft.layers.mixer import MixerBytes, StateWork
 from sft.layers.mixers.delta_work import state_work
+from sft.layers.mixers.recurrent import (
+    BLOCK_NUMBERS,
+    BLOCKS,
+    FLA_CHUNK,
+    FUSED_CONVOLUTION,
+    PLAIN_CONVOLUTION,
+    STATE_INTERVAL,
+    RecurrentMixer,
+    RecurrentSizes,
+    uses_fla,
+)
 from sft.layers.moved import Moved
 from sft.layers.rank_share import FP32, RankShare
-from sft.layers.traffic import Passes, Traffic, halo_tokens
 from sft.layers.weight import LayerWeight, has_input_norms
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    from sft.parallel.branches import Branches
-
-STATE_INTERVAL = 512  # torch_kernel.py saves a state after this many tokens: schedule.CHUNK * schedule.INTERVAL
-# The size of a block of short_convolution.py, which has BLOCKS fp32 copies of a block in memory at a time.  The gated
-# norm and the delta rule need no more.  On a CPU a block fits the cache: 8,192 tokens of 2,048 channels took half the
-# time that they took in blocks 16 times as large.  On CUDA a block has 64 MiB.
-BLOCK_NUMBERS = {"cpu": 2**20, "cuda": 2**24}
-BLOCKS = 6
-FLA_CHUNK = 64  # tokens of a chunk in FLA's kernels
-# Bytes per element, in bf16, that the short convolution and the gated norm read and write, forward and backward: by
-# plain torch in fp32, as tests/unit/mcore/linear_attention/test_moved_bytes.py counts them, and by a fused kernel.
-PLAIN_CONVOLUTION, PLAIN_NORM = (68, 206), (72, 158)
-FUSED_CONVOLUTION, FUSED_NORM = (4, 12), (10, 14)  # the norm also copies the gate, a view, in forward and backward
+# Bytes per element, in bf16, that the gated norm reads and writes, forward and backward: see recurrent.py.  The fused
+# norm also copies the gate, a view, in forward and backward.
+PLAIN_NORM, FUSED_NORM = (72, 158), (10, 14)
 _A = "self_attention"
 _WEIGHTS = (
     LayerWeight(f"{_A}.in_proj.layer_norm_weight", "h", "norm", step=0, has=has_input_norms),
@@ -44,25 +37,17 @@ _WEIGHTS = (
 )
 
 
-def uses_fla(config: Config) -> bool:
-    """Whether FLA may compute linear attention with its elementwise operations, if it is installed."""
-    runs_on = config.run.device != "cpu" and config.run.precision == "bf16" and not config.run.deterministic
-    return config.attention.delta_rule != "torch" and runs_on
-
-
 @dataclass(frozen=True, kw_only=True)
-class HeadSizes:
+class HeadSizes(RecurrentSizes):
     """Sizes of the heads that a tensor-parallel rank holds.
 
     key_dim, value_dim  K and V: the width of a query or key, and of a value; the state of a value head is [K, V]
-    width               bytes of an element of queries, keys, values, beta and outputs; g, states and maps are in fp32
     """
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
-    width: int = 2
 
     @staticmethod
     def of(linear: LinearAttentionConfig, tp: int, width: int) -> "HeadSizes":
@@ -75,6 +60,10 @@ class HeadSizes:
             value_dim=linear.value_head_dim,
             width=width,
         )
+
+    @property
+    def num_heads(self) -> int:
+        return self.value_heads
 
     @property
     def channels(self) -> int:
@@ -91,16 +80,6 @@ class HeadSizes:
     def map_bytes(self) -> int:
         """Bytes of a fragment's map, [K, K] and [K, V] per head, and of the state that returns, [K, V] per head."""
         return FP32 * self.value_heads * self.key_dim * (self.key_dim + 2 * self.value_dim)
-
-    def max_short(self, cp_size: int) -> int:
-        """Length of the longest document for which sending tokens takes fewer bytes than sending maps.
-
-        The document has L tokens and 2 cp fragments.  Either (cp - 1) / cp of the tokens travel, or (cp - 1) / cp of
-        the fragments' maps.  So tokens take fewer bytes if L < 2 cp * map_bytes / token_bytes.
-
-            16 key heads, 48 value heads, K = V = 128, bf16: 1,141 tokens at cp 2, 2,283 at cp 4
-        """
-        return 0 if cp_size == 1 else (2 * cp_size * self.map_bytes - 1) // self.token_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,37 +168,8 @@ class DeltaBytes(MixerBytes):
         return self.heads.value_heads * self.heads.value_dim
 
 
-@dataclass(frozen=True, kw_only=True)
-class StateTraffic(Traffic):
-    """Bytes of maps and states of long documents and of trees, of tokens of short documents, and of the convolution's
-    halos.
-
-    A long document has 2 cp fragments, and one more for each place inside of a chunk where branches begin.  A short one
-    of a tree has one, and one more for each such place inside of it.  (cp - 1) / cp of the maps travel.  If cp does not
-    divide the heads, and some ranks have more fragments than others, it is not exactly this share.
-
-    passes  passes of a layer in a microbatch.  Those of attention send maps and states, all send tokens and halos
-    """
-
-    heads: HeadSizes
-    conv_kernel: int
-    passes: Passes
-
-    def others(self, padded: "np.ndarray", cp_size: int, branches: "Branches | None" = None) -> "np.ndarray":
-        heads = self.heads
-        is_short = padded <= heads.max_short(cp_size)
-        tokens = padded * (cp_size - 1) // cp_size * heads.token_bytes
-        halo = halo_tokens(padded, self.conv_kernel, cp_size, branches) * heads.channels * heads.width
-        fragments = ~is_short * 2 * cp_size
-        if branches is not None:
-            of_short, of_long = (branches.cuts(padded, chunks) for chunks in (1, 2 * cp_size))
-            fragments = fragments + is_short * branches.in_tree * (1 + of_short) + ~is_short * of_long
-        maps = fragments * (cp_size - 1) * heads.map_bytes // cp_size
-        return self.passes.num * (is_short * tokens + halo) + self.passes.of_attention * maps
-
-
 @dataclass(frozen=True)
-class DeltaRule(Mixer):
+class DeltaRule(RecurrentMixer):
     """The gated delta rule.
 
     Letters: K key heads * key width    V value heads * value width    n key heads    m value heads
@@ -229,7 +179,6 @@ class DeltaRule(Mixer):
     kind = "linear attention"
     weights = _WEIGHTS
     is_recomputed = DeltaBytes.is_recomputed
-    has_positions = False
 
     @staticmethod
     def sizes(model: ModelConfig) -> Mapping[str, int]:
@@ -259,10 +208,12 @@ class DeltaRule(Mixer):
     def bytes(self, config: Config, rank: RankShare, pack: float) -> DeltaBytes:
         return DeltaBytes.of(self.model, rank, pack, is_fla=uses_fla(config))
 
-    def traffic(self, config: Config, passes: Passes) -> StateTraffic:
-        linear = self.model.linear_attention
-        heads = HeadSizes.of(linear, config.parallel.tp, passes.width)
-        return StateTraffic(heads=heads, conv_kernel=linear.conv_kernel, passes=passes)
+    @property
+    def conv_kernel(self) -> int:
+        return self.model.linear_attention.conv_kernel
+
+    def head_sizes(self, tp: int, width: int) -> HeadSizes:
+        return HeadSizes.of(self.model.linear_attention, tp, width)
 
     def moved(self, config: Config, rank: RankShare, *, is_portable: bool) -> Moved:
         """Bytes of the convolution (queries, keys, values), of the gated norm (output, gate), and of the copies of

@@ -10,11 +10,18 @@ from typing import Any
 import torch
 
 from sft.errors import ConfigError
+from sft.layers.mixers import MIXERS
+from sft.layers.mixers.recurrent import RecurrentMixer
 from sft.mcore.backend import AttentionBackend
 from sft.mcore.backends.portable import Portable
 
 _SUBJECTS = {"backend": "the backend of attention", "modules": "the library of modules"}
-_KEYS = {"backend": "attention.backend", "modules": "run.modules", "linear attention": "attention.delta_rule"}
+_RECURRENT = [str(kind) for kind, mixer in MIXERS.items() if issubclass(mixer, RecurrentMixer)]
+_KEYS: dict[str, str] = {
+    "backend": "attention.backend",
+    "modules": "run.modules",
+    **dict.fromkeys(_RECURRENT, "attention.delta_rule"),
+}
 _SHOWN = 4  # hosts, or ranks, that the message names for each kernel
 
 

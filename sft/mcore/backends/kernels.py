@@ -24,9 +24,7 @@ from sft.mcore.attention.flash_kernel import Demand, FlashKernel, Operators
 from sft.mcore.attention.packed_attention import AttentionKernel
 from sft.mcore.attention.torch_kernel import TorchKernel
 from sft.mcore.backend import params_dtype
-from sft.mcore.linear_attention import fla_functions, fla_kernel
-from sft.mcore.linear_attention.delta_rule import Kernel as DeltaKernel
-from sft.mcore.linear_attention.fla_kernel import FlaKernel
+from sft.mcore.linear_attention import fla_kernel
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 
 # (cu_seqlens of the whole pack, cp size, cp rank, device, window=, branches=) -> the kernel of a microbatch
@@ -45,7 +43,7 @@ PLAIN = kernel_rates.PLAIN
 class Chosen(NamedTuple):
     """The kernel of one kind of layer.
 
-    kernel   a `MakeKernel`; for linear attention, a `delta_rule.Kernel`
+    kernel   a `MakeKernel`; for a recurrence, a `recurrence.Kernel`
     name     name of the kernel for the log
     why_not  for each kernel that was tried before, by name, the reason why it does not compute these layers
     demand   what the layers ask of a kernel; None: they have no softmax
@@ -107,23 +105,35 @@ def _no_kernel(kind: LayerKind, wanted: Sequence[Kernel], why_not: Mapping[str, 
     )
 
 
-def _delta(config: Config, mixer: Mixer, device_type: str) -> Chosen:
-    """The kernel of linear attention; `str` of it says why it was chosen.
+class RecurrentKernels(NamedTuple):
+    """The kernels of one recurrence.
+
+    plain         makes the kernel in plain torch, from the reason why it was chosen
+    with_fla      makes the kernel of flash-linear-attention
+    fla_problem   (config, device type) -> the reason why this run cannot use FLA; None if it can
+    """
+
+    plain: Callable[[str], Any]
+    with_fla: Callable[[], Any]
+    fla_problem: Callable[[Config, str], str | None]
+
+
+def _recurrent(kernels: RecurrentKernels, config: Config, mixer: Mixer, device_type: str) -> Chosen:
+    """The kernel of a recurrence; `str` of it says why it was chosen.
 
     attention.delta_rule = auto means fla if FLA can compute this run, else torch.  Raises ConfigError if the recipe
     names fla and FLA cannot compute this run.
     """
     wanted = config.attention.delta_rule
-    kernel: DeltaKernel
     if wanted == "torch":
-        kernel = TorchDeltaKernel("attention.delta_rule = torch")
-    elif (problem := fla_kernel.why_not(config, device_type)) is None:
-        kernel = FlaKernel(fla_functions.functions(), "flash-linear-attention")
+        kernel = kernels.plain("attention.delta_rule = torch")
+    elif (problem := kernels.fla_problem(config, device_type)) is None:
+        kernel = kernels.with_fla()
     elif wanted == "fla":
         raise ConfigError(f"attention.delta_rule = fla: {problem}.  attention.delta_rule=torch runs everywhere.")
     else:
         slow = f"plain torch, slow on GPUs; not fla: {problem}"
-        kernel = TorchDeltaKernel("plain torch" if device_type == "cpu" else slow)
+        kernel = kernels.plain("plain torch" if device_type == "cpu" else slow)
     return Chosen(kernel, str(kernel))
 
 
@@ -131,7 +141,7 @@ KERNELS: Mapping[LayerKind, Callable[[Config, Mixer, str], Chosen]] = {
     "full attention": _softmax,
     "window attention": _softmax,
     "latent attention": _softmax,
-    "linear attention": _delta,
+    "linear attention": partial(_recurrent, RecurrentKernels(TorchDeltaKernel, fla_kernel.made, fla_kernel.why_not)),
 }
 
 

@@ -1,11 +1,17 @@
-"""Gated DeltaNet, a layer with a state of fixed size instead of keys (arXiv:2412.06464).
+"""Layers with a state of fixed size instead of keys, such as Gated DeltaNet (arXiv:2412.06464).
 
-documents.py          computes a layer's attention over packed documents under context parallelism; calls the others
-delta_rule.py         defines the recurrence and the interface of its kernels
-gated_delta.py        makes the recurrence differentiable, also if a state comes from another rank
-torch_kernel.py       a kernel in plain torch; schedule.py: the order of its chunks; chunks.py: the products of a block
-fla_kernel.py         a kernel of flash-linear-attention (FLA); fla_rule.py: the rule; fla_layer.py: what surrounds it
-fla_functions.py      the functions of FLA that are called; fla_compilation.py: compiles them before the first pass
-relayout.py           sends the tokens of short documents; state_passing.py: passes the states of long documents
-short_convolution.py  the convolution before the recurrence; gated_norm.py: the norm after it
+All recurrences share:
+
+recurrence.py           the interface of their kernels; documents.py: a recurrence over packed documents under CP
+recurrent_attention.py  makes a recurrence differentiable, also if a state comes from another rank
+state_passing.py        passes the states of long documents; relayout.py: sends the tokens of short ones
+short_convolution.py    the convolution before a recurrence
+chunked_kernel.py       a kernel in plain torch; schedule.py: the order of its chunks; block_tensors.py: their tensors
+fla_functions.py        the functions of flash-linear-attention (FLA) that are called; fla_layer.py: its convolution
+
+The gated delta rule:
+
+delta_rule.py           its inputs and the interface of its kernels; gated_norm.py: the norm after it
+torch_kernel.py         a kernel in plain torch; chunks.py: the products of a block
+fla_kernel.py           a kernel of FLA; fla_rule.py: the rule; fla_compilation.py: compiles it before the first pass
 """

@@ -16,13 +16,22 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from sft.mcore.linear_attention.block_tensors import (
+    add_product,
+    gathered,
+    per_key_head,
+    running_sums,
+    sums_to_end,
+    without_padding,
+)
 from sft.mcore.linear_attention.delta_rule import NORM_EPS, Inputs
 from sft.mcore.linear_attention.schedule import CHUNK, Block
 
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """The n chunks of a block.  All tensors except `sums` have the dtype of states; `heads` are value heads.
+    """The n chunks of a block; implements `chunked_kernel.BlockProducts`.  All tensors except `sums` have the dtype of
+    states; `heads` are value heads.
 
     q, k              [n, key heads, c, K], divided by their norms; q is also divided by sqrt(K)
     q_scale, k_scale  [n, key heads, c, 1], the factors that were applied to q and k
@@ -106,10 +115,6 @@ class Chunks:
         """x [n, heads, c, c] times a tensor [n, key heads, 1, c, c]."""
         return (x.unflatten(1, (-1, self.ratio)) * factors).flatten(1, 2)
 
-    def per_key_head(self, x: Tensor) -> Tensor:
-        """Sum over the value heads of each key head: [n, heads, ...] -> [n, key heads, ...]."""
-        return x.unflatten(1, (-1, self.ratio)).sum(2)
-
     def scan(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Run the chunks of the block.  state: [fragments, heads, K, V], states before the block, which are replaced in
         place by the states after the block.
@@ -128,9 +133,13 @@ class Chunks:
             add_product(active.mul_(ends[step]), self.keys[step].mT, self.to_end[step] * values[step])
         return states, errors, values
 
-    def outputs(self, states: Tensor, values: Tensor) -> Tensor:
-        """O, [n, heads, c, V]"""
+    def outputs(self, state: Tensor) -> Tensor:
+        """O, [n, heads, c, V].  state: as for `scan`"""
+        states, _, values = self.scan(state)
         return add_product((self.queries @ states).mul_(self.from_start), self.weights, values)
+
+    def gradients(self, state: Tensor, grad: Tensor, dstate: Tensor) -> Inputs:
+        return _gradients(self, state, grad, dstate)
 
     def reverse_scan(self, grad: Tensor, dstate: Tensor) -> tuple[Tensor, Tensor]:
         """Run the chunks of the block backward.
@@ -154,8 +163,8 @@ class Chunks:
         return dstates, dupdates
 
 
-def gradients(chunks: Chunks, state: Tensor, grad: Tensor, dstate: Tensor) -> Inputs:
-    """The gradients of the inputs, [n, heads, c, ...], with arbitrary values for padding.
+def _gradients(chunks: Chunks, state: Tensor, grad: Tensor, dstate: Tensor) -> Inputs:
+    """`BlockProducts.gradients`
 
     dY means the gradient of Y.  With X = V - exp(s) K S and U = d(beta X):
 
@@ -164,11 +173,6 @@ def gradients(chunks: Chunks, state: Tensor, grad: Tensor, dstate: Tensor) -> In
 
     s occurs only in exp(s), exp(s_c - s) and D, so ds is a sum of products that other gradients need, too.  dg of a
     token is the sum of ds from the token to the end of its chunk.
-
-    state   [fragments, heads, K, V], states before the block; replaced in place by the states after the block
-    grad    [n, heads, c, V], gradients of the outputs, 0 for padding
-    dstate  [fragments, heads, K, V], gradients of the states after the block; replaced in place by those of the states
-            before the block
     """
     states, errors, values = chunks.scan(state)
     dstates, dupdates = chunks.reverse_scan(grad, dstate)
@@ -190,10 +194,10 @@ def gradients(chunks: Chunks, state: Tensor, grad: Tensor, dstate: Tensor) -> In
     products = products.mul_(chunks.beta).add_(chunks.times(dweights, chunks.query_products))
     ds += products.sum(-1) - products.sum(-2)
 
-    dweights = chunks.per_key_head(dweights)
-    dpairs = chunks.per_key_head(dsystem.mul_(chunks.beta))
-    dq = chunks.per_key_head(dqueries) + dweights @ chunks.k
-    dk = chunks.per_key_head(dkeys.add_(dkeys_next)) + dweights.mT @ chunks.q + (dpairs + dpairs.mT) @ chunks.k
+    dweights = per_key_head(dweights, chunks.ratio)
+    dpairs = per_key_head(dsystem.mul_(chunks.beta), chunks.ratio)
+    dq = per_key_head(dqueries, chunks.ratio) + dweights @ chunks.k
+    dk = per_key_head(dkeys.add_(dkeys_next), chunks.ratio) + dweights.mT @ chunks.q + (dpairs + dpairs.mT) @ chunks.k
     dq = chunks.q_scale * (dq - chunks.q * (chunks.q * dq).sum(-1, keepdim=True) * chunks.q.shape[-1])
     dk = chunks.k_scale * (dk - chunks.k * (chunks.k * dk).sum(-1, keepdim=True))
     return Inputs(dq, dk, dv, sums_to_end(ds), dbeta)
@@ -201,37 +205,3 @@ def gradients(chunks: Chunks, state: Tensor, grad: Tensor, dstate: Tensor) -> In
 
 def _inverse_norm(x: Tensor) -> Tensor:
     return torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
-
-
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Add a @ b to total [n, heads, ...], in place, without a temporary tensor."""
-    total.flatten(0, 1).baddbmm_(a.flatten(0, 1), b.flatten(0, 1))
-    return total
-
-
-def running_sums(x: Tensor) -> Tensor:
-    """Sums of x [..., c] from the start of the chunk to each token.  torch's cumsum is not deterministic on GPUs."""
-    return x @ torch.ones(CHUNK, CHUNK, dtype=x.dtype, device=x.device).triu()
-
-
-def sums_to_end(x: Tensor) -> Tensor:
-    """Sums of x [..., c] from each token to the end of the chunk."""
-    return x @ torch.ones(CHUNK, CHUNK, dtype=x.dtype, device=x.device).tril()
-
-
-def gathered(x: Tensor, block: Block) -> Tensor:
-    """[t, heads, d] -> [n, heads, c, d].  Padding has the values of the chunk's last token."""
-    return x.index_select(0, block.tokens).unflatten(0, (-1, CHUNK)).transpose(1, 2).contiguous()
-
-
-def without_padding(x: Tensor, block: Block) -> Tensor:
-    """x [n, heads, c, d] with zeros for padding."""
-    return x if block.padding is None else x.masked_fill(block.padding[:, None, :, None], 0)
-
-
-def scatter(x: Tensor, values: Tensor, block: Block) -> None:
-    """Write values [n, heads, c, ...] to the block's tokens in x [t, heads, ...], in the dtype of x; drop padding."""
-    by_token, tokens = values.transpose(1, 2).flatten(0, 1), block.tokens
-    if block.kept is not None:
-        by_token, tokens = by_token[block.kept], tokens[block.kept]
-    x.index_copy_(0, tokens, by_token.to(x.dtype))

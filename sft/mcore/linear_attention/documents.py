@@ -1,7 +1,7 @@
-"""Linear attention over packed documents whose tokens are split over the context-parallel (CP) group.
+"""A recurrence over packed documents whose tokens are split over the context-parallel (CP) group.
 
     1. Tokens of short documents are sent to the ranks that compute these documents (relayout.py).
-    2. Each rank runs the gated delta rule on its fragments (gated_delta.py).  In long documents and in trees, states
+    2. Each rank runs the recurrence on its fragments (recurrent_attention.py).  In long documents and in trees, states
        pass from fragment to fragment (state_passing.py).
     3. Outputs of short documents are sent back.
 
@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sft.mcore.linear_attention.delta_rule import Fragments, FragmentSchedule, Inputs, Kernel
-from sft.mcore.linear_attention.gated_delta import gated_delta_rule
+from sft.mcore.linear_attention.recurrence import Fragments, FragmentSchedule, InputsT, Kernel
+from sft.mcore.linear_attention.recurrent_attention import recurrent_attention
 from sft.mcore.linear_attention.relayout import TokenRelayout, to_computed, to_local
 from sft.mcore.linear_attention.state_passing import HeadwisePassing
 from sft.parallel.branches import Branches
@@ -29,10 +29,10 @@ from sft.parallel.taps import Taps
 
 @dataclass(frozen=True, kw_only=True)
 class LinearDocuments:
-    """Documents and fragments of a microbatch on this rank.  All layers with linear attention share one object."""
+    """Documents and fragments of a microbatch on this rank.  All layers with the same recurrence share one object."""
 
     cp: CpGroup  # the ranks that share the pack
-    kernel: Kernel
+    kernel: Any  # a `recurrence.Kernel`
     schedule: FragmentSchedule  # of `kernel`
     convolution: Any  # `kernel.convolution_plan` of the microbatch
     passing: HeadwisePassing | None = None  # None: no fragment is linked, on any rank
@@ -43,7 +43,7 @@ class LinearDocuments:
         cu_seqlens: np.ndarray,
         cp: CpGroup,
         device: torch.device,
-        kernel: Kernel,
+        kernel: Kernel[Any],
         *,
         heads: int,
         num_taps: int,
@@ -52,8 +52,8 @@ class LinearDocuments:
     ) -> "LinearDocuments":
         """cu_seqlens: int32 [documents + 1], padded boundaries of the documents of the whole pack
 
-        heads: value heads of this rank; num_taps: taps of the convolution
-        max_short: length of the longest document that counts as short (`HeadSizes.max_short`)
+        heads: heads with a state on this rank; num_taps: taps of the convolution
+        max_short: length of the longest document that counts as short (`RecurrentSizes.max_short`)
         """
         plan = FragmentPlan.of(cu_seqlens, max_short, cp.size, cp.rank, branches)
         fragments = Fragments.of(plan.boundaries, linked=np.arange(plan.num_linked))
@@ -62,7 +62,9 @@ class LinearDocuments:
             kernel=kernel,
             schedule=kernel.schedule(fragments, heads, device),
             convolution=kernel.convolution_plan(Taps.of(cu_seqlens, num_taps, cp.size, cp.rank, branches), device),
-            passing=HeadwisePassing.of(plan.links, heads, cp, device) if sum(plan.links.counts) else None,
+            passing=(
+                HeadwisePassing.of(plan.links, heads, cp, device, maps=kernel.maps) if sum(plan.links.counts) else None
+            ),
             relayout=None if plan.relayout is None else TokenRelayout.of(plan.relayout, device),
         )
 
@@ -71,14 +73,15 @@ class LinearDocuments:
 Call = Callable[[Callable[..., Tensor], Sequence[Tensor]], Tensor]
 
 
-def linear_attention(inputs: Inputs, documents: LinearDocuments, call: Call) -> Tensor:
-    """Outputs [t, value heads, V] of this rank's tokens.  Collective over cp.  call: runs the delta rule"""
-    cp_group = documents.cp.members
+def linear_attention(inputs: InputsT, documents: LinearDocuments, call: Call) -> Tensor:
+    """Outputs [t, heads, V] of this rank's tokens.  Collective over cp.  call: runs the recurrence"""
+    cp_group, make = documents.cp.members, type(inputs)
 
-    def rule(*inputs: Tensor) -> Tensor:
-        return gated_delta_rule(Inputs(*inputs), documents.schedule, documents.kernel, documents.passing)
+    def recurrence(*tensors: Tensor) -> Tensor:
+        own = make(*tensors)
+        return recurrent_attention(own, documents.schedule, documents.kernel, documents.passing)
 
     if documents.relayout is None:
-        return call(rule, inputs)
-    out = call(rule, to_computed(documents.relayout, cp_group, *inputs))
+        return call(recurrence, [*inputs])
+    out = call(recurrence, to_computed(documents.relayout, cp_group, *inputs))
     return to_local(documents.relayout, cp_group, out)[0]

@@ -5,17 +5,22 @@ one layer these are about 200 compilations.  Triton keeps both kernels and measu
 process of a node calls every kernel first, and its other processes then find them on the disk.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from sft.config import Config
 from sft.layers.mixers.delta import HeadSizes
-from sft.mcore.linear_attention.delta_rule import Fragments, Inputs
-from sft.mcore.linear_attention.fla_kernel import FlaKernel
+from sft.mcore.linear_attention.delta_rule import Inputs
 from sft.mcore.linear_attention.fla_layer import call_convolution, call_gradients_of_convolution
+from sft.mcore.linear_attention.recurrence import Fragments
+
+if TYPE_CHECKING:
+    from sft.mcore.linear_attention.fla_kernel import FlaKernel
 
 
-def compile_kernels(kernel: FlaKernel, config: Config, device: torch.device) -> None:
+def compile_kernels(kernel: "FlaKernel", config: Config, device: torch.device) -> None:
     """Call every kernel of a layer, forward and backward, on as many tokens as a rank has of a full pack."""
     linear, cp = config.model.linear_attention, config.parallel.cp
     sizes, tokens = HeadSizes.of(linear, config.parallel.tp, 2), max(2, config.data.seq_length // cp)
@@ -35,7 +40,7 @@ def compile_kernels(kernel: FlaKernel, config: Config, device: torch.device) -> 
         (g.sum() + kernel.gated_norm(x, gate, weight, config.model.norm_epsilon)[0].sum()).backward()
 
 
-def _rule(kernel: FlaKernel, inputs: Inputs, fragments: Fragments, device: torch.device) -> None:
+def _rule(kernel: "FlaKernel", inputs: Inputs, fragments: Fragments, device: torch.device) -> None:
     schedule = kernel.schedule(fragments, inputs.v.shape[1], device)
     prepared, states = kernel.prepared(inputs, schedule), None
     if len(fragments.linked):
@@ -45,7 +50,7 @@ def _rule(kernel: FlaKernel, inputs: Inputs, fragments: Fragments, device: torch
     kernel.backward(out, prepared, schedule, states, saved, states)
 
 
-def _convolution(kernel: FlaKernel, x: Tensor, num_taps: int, *, has_states: bool) -> None:
+def _convolution(kernel: "FlaKernel", x: Tensor, num_taps: int, *, has_states: bool) -> None:
     sequence = kernel.schedule(Fragments.of([0, len(x)]), 1, x.device).parts[0].sequences
     weight = x.new_ones(x.shape[1], num_taps)
     states = x.new_zeros(1, *weight.shape) if has_states else None

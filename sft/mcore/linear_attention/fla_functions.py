@@ -14,6 +14,8 @@ from typing import Any
 
 from torch.torch_version import TorchVersion
 
+from sft.config import Config
+
 TO_BASE_2 = 1 / math.log(
     2
 )  # FLA's kernels take sums of g as logarithms to base 2, and return gradients of natural ones
@@ -39,7 +41,7 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
     "fla.ops.gated_delta_rule.gate": {"fused_gdn_gate": "g A_log dt_bias output_dtype"},
     "fla.modules.causal_conv1d.ops": {
         "causal_conv1d_fwd": "x weight bias residual initial_state activation" + _PACK,
-        "causal_conv1d_bwd": "x dy dht weight initial_state activation" + _PACK,
+        "causal_conv1d_bwd": "x dy dht weight bias initial_state activation" + _PACK,
     },
     "fla.modules.norm.fused_norm_gate": {
         "layer_norm_gated_fwd": "x g weight bias activation eps is_rms_norm",
@@ -48,16 +50,27 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def problem() -> str | None:
-    """The reason why the functions of the installed FLA cannot be used, with advice; None if they can."""
+def excluded_by(config: Config, device_type: str) -> str | None:
+    """The reason why a run with this recipe cannot use FLA, whatever is installed; None if it can."""
+    if device_type != "cuda":
+        return "FLA needs CUDA, but this run is on the CPU"
+    if config.run.precision != "bf16":
+        return f"FLA computes in bf16, but run.precision is {config.run.precision}"
+    if config.run.deterministic:
+        return "run.deterministic is true, and FLA measures at run time which of its kernels' variants are fastest"
+    return None
+
+
+def problem(wanted: Mapping[str, Mapping[str, str]] = FUNCTIONS) -> str | None:
+    """The reason why these functions of the installed FLA cannot be used, with advice; None if they can."""
     try:
         release = importlib.import_module("fla").__version__
-        modules = {name: importlib.import_module(name) for name in FUNCTIONS}
+        modules = {name: importlib.import_module(name) for name in wanted}
     except ImportError as error:
         return f"fla cannot be imported ({error}).  {INSTALL}"
     if not RELEASES[0] <= TorchVersion(release) < RELEASES[1]:
         return f"fla-core {release} is installed, and its inner functions are not known.  {INSTALL}"
-    for name, functions in FUNCTIONS.items():
+    for name, functions in wanted.items():
         for function, arguments in functions.items():
             if not hasattr(modules[name], function):
                 return f"fla-core {release} has no function {name}.{function}.  {INSTALL}"
@@ -69,11 +82,16 @@ def problem() -> str | None:
 
 @cache
 def functions() -> Any:
-    """An object with each function as an attribute.  `problem` must have returned None."""
+    """An object with each function of FUNCTIONS as an attribute.  `problem` must have returned None."""
+    return loaded(FUNCTIONS)
+
+
+def loaded(wanted: Mapping[str, Mapping[str, str]]) -> Any:
+    """An object with each of these functions as an attribute."""
     return SimpleNamespace(
         **{
             function: getattr(importlib.import_module(module), function)
-            for module in FUNCTIONS
-            for function in FUNCTIONS[module]
+            for module in wanted
+            for function in wanted[module]
         }
     )

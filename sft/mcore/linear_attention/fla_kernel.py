@@ -23,10 +23,11 @@ from torch.torch_version import TorchVersion
 
 from sft.config import Config
 from sft.mcore.linear_attention import fla_functions, fla_layer
-from sft.mcore.linear_attention.delta_rule import Fragments, Inputs
-from sft.mcore.linear_attention.fla_layer import FlaConvolutionPlan
+from sft.mcore.linear_attention.delta_rule import Inputs
+from sft.mcore.linear_attention.fla_compilation import compile_kernels
+from sft.mcore.linear_attention.fla_layer import FlaLayer
 from sft.mcore.linear_attention.fla_rule import Part, PartPass
-from sft.parallel.taps import Taps
+from sft.mcore.linear_attention.recurrence import MATRICES, Fragments
 
 MAX_KEY_DIM = 256  # widest key head that FLA supports
 # Releases of Triton from the first of these, and before the second, compute wrong gradients on Hopper.  With them, FLA
@@ -64,17 +65,21 @@ class PreparedInputs:
 
 
 @dataclass(frozen=True)
-class FlaKernel:
-    """Implements `delta_rule.Kernel` with kernels of FLA.
+class FlaKernel(FlaLayer):
+    """Implements `delta_rule.DeltaKernel` with kernels of FLA.
 
     functions: FLA's (`fla_functions.functions`); reason: why this run uses this kernel, for the log
     """
 
+    maps = MATRICES
     functions: Any
     reason: str = ""
 
     def __str__(self) -> str:
         return f"fla ({self.reason})"
+
+    def compile(self, config: Config, device: torch.device) -> None:
+        compile_kernels(self, config, device)
 
     def schedule(self, fragments: Fragments, heads: int, device: torch.device) -> FlaSchedule:
         return FlaSchedule.of(fragments, device)
@@ -114,12 +119,6 @@ class FlaKernel:
         ]
         return Inputs(*(_joined([part[i] for part in of_parts], x) for i, x in enumerate(prepared.inputs)))
 
-    def convolution_plan(self, taps: Taps, device: torch.device) -> FlaConvolutionPlan:
-        return FlaConvolutionPlan.of(taps, device)
-
-    def convolution(self, x: Tensor, weight: Tensor, plan: FlaConvolutionPlan, cp_group: Any) -> Tensor:
-        return fla_layer.convolution(self.functions, x, weight, plan, cp_group)
-
     def log_decay(self, a: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
         if not len(a):
             return a.float()
@@ -138,14 +137,14 @@ def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat([like[:0], *parts])
 
 
+def made() -> FlaKernel:
+    return FlaKernel(fla_functions.functions(), "flash-linear-attention")
+
+
 def why_not(config: Config, device_type: str) -> str | None:
     """The reason why this run cannot use FLA; None if it can."""
-    if device_type != "cuda":
-        return "FLA needs CUDA, but this run is on the CPU"
-    if config.run.precision != "bf16":
-        return f"FLA computes in bf16, but run.precision is {config.run.precision}"
-    if config.run.deterministic:
-        return "run.deterministic is true, and FLA measures at run time which of its kernels' variants are fastest"
+    if (reason := fla_functions.excluded_by(config, device_type)) is not None:
+        return reason
     if (size := config.model.linear_attention.key_head_dim) > MAX_KEY_DIM:
         return f"FLA has keys of at most {MAX_KEY_DIM} numbers, but model.linear_attention.key_head_dim is {size}"
     return fla_functions.problem() or old_gpu() or wrong_triton()

@@ -4,6 +4,7 @@ The formulas are those of short_convolution.py and gated_norm.py: sums in fp32, 
 save what their counterparts there save.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sft.config import Config
 from sft.mcore.device import send
 from sft.mcore.linear_attention.fla_rule import chunks
 from sft.mcore.linear_attention.short_convolution import ConvolutionPlan, received_tokens, returned_gradients
@@ -101,50 +103,81 @@ class FlaConvolutionPlan:
 
 
 def call_convolution(
-    functions: Any, x: Tensor, weight: Tensor, states: Tensor | None, sequences: Mapping[str, Tensor]
+    functions: Any,
+    x: Tensor,
+    weight: Tensor,
+    states: Tensor | None,
+    sequences: Mapping[str, Tensor],
+    bias: Tensor | None = None,
 ) -> Tensor:
     """FLA's convolution of x [t, channels].  sequences: boundaries and chunks"""
-    arguments = dict(weight=weight, bias=None, residual=None, initial_state=states, activation=_SILU)
+    arguments = dict(weight=weight, bias=bias, residual=None, initial_state=states, activation=_SILU)
     out: Tensor = functions.causal_conv1d_fwd(x=x[None], **arguments, **sequences)[0]
     return out[0]
 
 
 def call_gradients_of_convolution(
-    functions: Any, x: Tensor, grad: Tensor, weight: Tensor, states: Tensor | None, sequences: Mapping[str, Tensor]
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of x, of the weight, and of the initial states."""
-    arguments = dict(dht=None, weight=weight, initial_state=states, activation=_SILU)
-    dx, dweight, _, _, dstates = functions.causal_conv1d_bwd(x=x[None], dy=grad[None], **arguments, **sequences)
-    return dx[0], dweight, dstates
+    functions: Any,
+    x: Tensor,
+    grad: Tensor,
+    weight: Tensor,
+    states: Tensor | None,
+    sequences: Mapping[str, Tensor],
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of x, of the weight, of the bias, and of the initial states."""
+    arguments = dict(dht=None, weight=weight, bias=bias, initial_state=states, activation=_SILU)
+    dx, dweight, dbias, _, dstates = functions.causal_conv1d_bwd(x=x[None], dy=grad[None], **arguments, **sequences)
+    return dx[0], dweight, dbias, dstates
 
 
-def convolution(functions: Any, x: Tensor, weight: Tensor, plan: FlaConvolutionPlan, cp_group: Any) -> Tensor:
-    """`short_convolution.short_convolution`"""
-    out: Tensor = _Convolution.apply(functions, x, weight, plan, cp_group)
-    return out
+class FlaLayer(ABC):
+    """The parts of kernels of FLA that serve all recurrences; implements `recurrence.Convolution`.
+
+    functions: FLA's (`fla_functions.functions`)
+    """
+
+    functions: Any
+
+    @abstractmethod
+    def compile(self, config: Config, device: torch.device) -> None:
+        """Call every kernel of a layer, forward and backward, so that Triton compiles it."""
+
+    def convolution_plan(self, taps: Taps, device: torch.device) -> FlaConvolutionPlan:
+        return FlaConvolutionPlan.of(taps, device)
+
+    def convolution(
+        self, x: Tensor, weight: Tensor, plan: FlaConvolutionPlan, cp_group: Any, bias: Tensor | None = None
+    ) -> Tensor:
+        out: Tensor = _Convolution.apply(self.functions, x, weight, bias, plan, cp_group)
+        return out
 
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, functions: Any, x: Tensor, weight: Tensor, plan: FlaConvolutionPlan, cp_group: Any) -> Tensor:
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        functions, x, weight, bias, plan, cp_group = arguments
         received = received_tokens(x, plan.halo, cp_group)
-        ctx.save_for_backward(x, received, weight)
+        ctx.save_for_backward(x, received, weight, bias)
         ctx.setting = functions, plan, cp_group
         if not len(x):
             return torch.empty_like(x, memory_format=torch.contiguous_format)
         states = plan.initial_states(x, received, weight.shape[1])
-        return call_convolution(functions, x, weight, states, plan.sequences)
+        return call_convolution(functions, x, weight, states, plan.sequences, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        (x, received, weight), (functions, plan, cp_group) = ctx.saved_tensors, ctx.setting
+        (x, received, weight, bias), (functions, plan, cp_group) = ctx.saved_tensors, ctx.setting
         dx, dweight, dreceived = torch.zeros_like(x), torch.zeros_like(weight), torch.zeros_like(received)
+        dbias = None if bias is None else torch.zeros_like(bias)
         if len(x):
             states = plan.initial_states(x, received, weight.shape[1])
-            dx, dweight, dstates = call_gradients_of_convolution(functions, x, grads[0], weight, states, plan.sequences)
+            dx, dweight, dbias, dstates = call_gradients_of_convolution(
+                functions, x, grads[0], weight, states, plan.sequences, bias
+            )
             if states is not None:
                 plan.add_gradients(dstates, dx, dreceived)
-        return None, returned_gradients(dx, dreceived, plan.halo, cp_group), dweight, None, None
+        return None, returned_gradients(dx, dreceived, plan.halo, cp_group), dweight, dbias, None, None
 
 
 def gated(functions: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

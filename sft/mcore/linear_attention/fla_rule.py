@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sft.layers.mixers.delta import FLA_CHUNK as CHUNK
+from sft.layers.mixers.recurrent import FLA_CHUNK as CHUNK
 from sft.mcore.device import send
 from sft.mcore.linear_attention.delta_rule import NORM_EPS, Inputs
 from sft.mcore.linear_attention.fla_functions import TO_BASE_2

@@ -11,9 +11,9 @@ import torch
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from torch import Tensor
 
-from sft.layers.mixers.delta import BLOCK_NUMBERS
+from sft.layers.mixers.recurrent import BLOCK_NUMBERS
 from sft.mcore.activations.saved_tensors import SavePolicy
-from sft.mcore.linear_attention.delta_rule import Kernel
+from sft.mcore.linear_attention.delta_rule import DeltaKernel
 
 
 class GatedNorm(torch.nn.Module):
@@ -26,7 +26,7 @@ class GatedNorm(torch.nn.Module):
         self.eps, self._tp_group = eps, tp_group
         self.weight = torch.nn.Parameter(torch.ones(width, dtype=dtype))
 
-    def forward(self, x: Tensor, gate: Tensor, kernel: Kernel) -> Tensor:
+    def forward(self, x: Tensor, gate: Tensor, kernel: DeltaKernel) -> Tensor:
         """x, gate [t, heads, V] -> [t, heads, V]"""
         weight = copy_to_tensor_model_parallel_region(self.weight, group=self._tp_group)
         out, shrink = kernel.gated_norm(x, gate, weight, self.eps)
@@ -36,7 +36,7 @@ class GatedNorm(torch.nn.Module):
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`delta_rule.Kernel.gated_norm`"""
+    """`delta_rule.DeltaKernel.gated_norm`"""
     out, shrink = _GatedNorm.apply(x, gate, weight, eps)
     return out, shrink
 

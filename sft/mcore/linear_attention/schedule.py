@@ -1,4 +1,4 @@
-"""Decides in which order torch_kernel.py computes the chunks of a rank's fragments.
+"""Decides in which order chunked_kernel.py computes the chunks of a rank's fragments.
 
 Every fragment is cut into chunks of 64 tokens; its last chunk may be shorter.  Chunks of one fragment depend on each
 other; chunks of different fragments do not.  So step i computes chunk i of many fragments at once:
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from sft.mcore.device import send
-from sft.mcore.linear_attention.delta_rule import Fragments
+from sft.mcore.linear_attention.recurrence import Fragments
 
 CHUNK = 64  # tokens per chunk, as in the package transformers; matrix products compute a chunk's updates of the state
 INTERVAL = 8  # most steps of a block.  Forward saves the states at the start of each block except a group's first one

@@ -1,6 +1,6 @@
-"""The causal depthwise convolution before the delta rule, over the last n tokens of a document, then SiLU.
+"""The causal depthwise convolution before a recurrence, over the last n tokens of a document, then SiLU.
 
-    z[t] = sum over s = 0 .. n - 1 of weight[:, n - 1 - s] * x[t - s]        out[t] = silu(z[t])
+    z[t] = bias + sum over s = 0 .. n - 1 of weight[:, n - 1 - s] * x[t - s]        out[t] = silu(z[t])
 
 Tokens before the start of a text count as zeros; before a branch are those of its parent.  Under context parallelism,
 ranks send each other the n - 1 tokens before their chunks, and backward returns the gradients of these tokens.  The
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sft.layers.mixers.delta import BLOCK_NUMBERS
+from sft.layers.mixers.recurrent import BLOCK_NUMBERS
 from sft.mcore.device import send
 from sft.parallel.taps import Taps
 
@@ -51,42 +51,54 @@ class ConvolutionPlan:
         )
 
 
-def short_convolution(x: Tensor, weight: Tensor, plan: ConvolutionPlan, cp_group: Any) -> Tensor:
+def short_convolution(
+    x: Tensor, weight: Tensor, plan: ConvolutionPlan, cp_group: Any, bias: Tensor | None = None
+) -> Tensor:
     """x [t, channels] of this rank's tokens, weight [channels, n] -> [t, channels].  Collective over cp.
 
-    The channels are those of this tp rank.
+    bias: [channels]; None: 0.  The channels are those of this tp rank.
     """
     assert weight.shape == (x.shape[1], len(plan.rows) + 1), f"weight {tuple(weight.shape)}, x {tuple(x.shape)}"
-    out: Tensor = _ShortConvolution.apply(x, weight, plan, cp_group)
+    out: Tensor = _ShortConvolution.apply(x, weight, bias, plan, cp_group)
     return out
 
 
 class _ShortConvolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, plan: ConvolutionPlan, cp_group: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan, cp_group: Any
+    ) -> Tensor:
         received = received_tokens(x, plan, cp_group)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         for channels in _blocks(x):
             z = _preactivation(*_wide(x, received, weight, channels), plan)
+            if bias is not None:
+                z += bias[channels]
             out[:, channels] = torch.nn.functional.silu(z, inplace=True)
-        ctx.save_for_backward(x, received, weight)
+        ctx.save_for_backward(x, received, weight, bias)
         ctx.plan, ctx.cp_group = plan, cp_group
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, received, weight = ctx.saved_tensors
+        x, received, weight, bias = ctx.saved_tensors
         dheld = torch.empty((len(x) + len(received), x.shape[1]), dtype=x.dtype, device=x.device)
         dweight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        dbias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
         for channels in _blocks(x):
             held, taps = _wide(x, received, weight, channels)
             z = _preactivation(held, taps, ctx.plan)
+            if bias is not None:
+                z += bias[channels]
             dz = torch.ops.aten.silu_backward(grads[0][:, channels].to(z.dtype), z)
             del z
             dheld[:, channels] = _gradient_of_tokens(dz, taps, len(held), ctx.plan)
             if dweight is not None:
                 dweight[channels] = _gradient_of_weight(dz, held, ctx.plan)
-        return returned_gradients(dheld[: len(x)], dheld[len(x) :], ctx.plan, ctx.cp_group), dweight, None, None
+            if dbias is not None:
+                dbias[channels] = dz.sum(0)
+        dx = returned_gradients(dheld[: len(x)], dheld[len(x) :], ctx.plan, ctx.cp_group)
+        return dx, dweight, dbias, None, None
 
 
 def received_tokens(x: Tensor, plan: ConvolutionPlan, cp_group: Any) -> Tensor:

@@ -1,6 +1,6 @@
 """Passes states from fragment to fragment, also over context-parallel (CP) ranks.
 
-A fragment maps the state S before it to the state A S + B after it (sft/parallel/fragments.py).  Each linked fragment
+A fragment maps the state S before it to the state A S + B after it (recurrence.py).  Each linked fragment
 has at most one predecessor, p: the fragment before it in its document, or for a branch the fragment of its parent that
 ends at the fork.  Several fragments may have the same one.  S_f is the state before fragment f:
 
@@ -19,10 +19,11 @@ the states.  So each rank composes the maps of its share of the heads.  Shares m
 cp need not divide the number of heads.  With n_r of the n fragments on rank r, and h_r heads in its share, all ranks
 together send
 
-    (sum of n_r * (heads - h_r)) * K (K + V)   numbers, and then   (sum of h_r * (n - n_r)) * K V   numbers
+    (sum of n_r * (heads - h_r)) * (a + K V)   numbers, and then   (sum of h_r * (n - n_r)) * K V   numbers
 
-An all-gather of all maps would send cp (K + V) / (K + 2 V) times as many bytes (2.7 at cp 4 with K = V), and every rank
-would hold and compose the maps of the whole pack.  With cp 1, nothing is sent.
+where A has a numbers: K^2 in the delta rule.  An all-gather of all maps would send cp (a + K V) / (a + 2 K V) times as
+many bytes (2.7 at cp 4 with K = V in the delta rule), and every rank would hold and compose the maps of the whole pack.
+With cp 1, nothing is sent.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sft.mcore.device import send
+from sft.mcore.linear_attention.recurrence import Maps
 from sft.parallel.context_parallel import runs
 from sft.parallel.cp_group import CpGroup
 from sft.parallel.fragments import FragmentLinks
@@ -59,7 +61,7 @@ class LevelStep:
     children: tuple[tuple[Tensor, Tensor], ...]
 
 
-_Compose = Callable[[Tensor, Tensor, Sequence[LevelStep]], Tensor]
+_Compose = Callable[[Tensor, Tensor, Maps, Sequence[LevelStep]], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,7 @@ class HeadwisePassing:
     Inputs and results have the order of this rank's n linked fragments.
 
     cp        the ranks that share the pack
+    maps      how maps act on states
     counts    number of linked fragments of each rank
     shares    number of heads that each rank composes
     composed  int64, the order of composition: indices of fragments, or with cp > 1 of received rows, each of which is a
@@ -78,6 +81,7 @@ class HeadwisePassing:
     """
 
     cp: CpGroup
+    maps: Maps
     counts: list[int]
     shares: list[int]
     composed: Tensor
@@ -85,7 +89,7 @@ class HeadwisePassing:
     steps: tuple[LevelStep, ...]
 
     @staticmethod
-    def of(links: FragmentLinks, heads: int, cp: CpGroup, device: torch.device) -> "HeadwisePassing":
+    def of(links: FragmentLinks, heads: int, cp: CpGroup, device: torch.device, *, maps: Maps) -> "HeadwisePassing":
         """heads: value heads of this rank"""
         shares = [heads // cp.size + (rank < heads % cp.size) for rank in range(cp.size)]
         order, steps = _steps(links.predecessors, device)
@@ -96,58 +100,65 @@ class HeadwisePassing:
             order = (first[:, None] + count[:, None] * np.arange(share))[order].ravel()
         composed, returned = (send(torch.from_numpy(rows), device) for rows in (order, np.argsort(order)))
         return HeadwisePassing(
-            cp=cp, counts=links.counts, shares=shares, composed=composed, returned=returned, steps=steps
+            cp=cp, maps=maps, counts=links.counts, shares=shares, composed=composed, returned=returned, steps=steps
         )
 
     def initial_states(self, maps: Tensor, offsets: Tensor) -> Tensor:
         """The state before each of this rank's fragments, [n, heads, K, V].
 
-        maps [n, heads, K, K] and offsets [n, heads, K, V]: A and B of these fragments
+        maps [n, heads, ...] and offsets [n, heads, K, V]: A and B of these fragments
         """
         return self._carried(maps, offsets, _states)
 
     def final_gradients(self, maps: Tensor, dstates: Tensor) -> Tensor:
         """The gradient of the state after each of this rank's fragments, [n, heads, K, V].
 
-        maps [n, heads, K, K]: A of these fragments
+        maps [n, heads, ...]: A of these fragments
         dstates [n, heads, K, V]: G, gradients of the states before the fragments through the same fragment's outputs
         """
-        return self._carried(maps.transpose(-1, -2), dstates, _gradients)
+        return self._carried(self.maps.transposed(maps), dstates, _gradients)
 
     def _carried(self, maps: Tensor, offsets: Tensor, compose: _Compose) -> Tensor:
         if self.cp.size == 1:
             of_maps, of_offsets = (x.index_select(0, self.composed) for x in (maps, offsets))
-            return compose(of_maps, of_offsets, self.steps).index_select(0, self.returned)
+            return compose(of_maps, of_offsets, self.maps, self.steps).index_select(0, self.returned)
         (n, heads, key_dim, value_dim), share = offsets.shape, self.shares[self.cp.rank]
         all_received = [share * count for count in self.counts]
         all_sent = [other * n for other in self.shares]
-        sent = torch.cat((maps, offsets), dim=-1).transpose(0, 1).flatten(0, 1)  # [heads * n, K, K + V]
+        numbers = maps.flatten(2), offsets.flatten(2)
+        sent = torch.cat(numbers, dim=-1).transpose(0, 1).flatten(0, 1)  # [heads * n, numbers of A and of B]
         received = sent.new_empty((sum(all_received), *sent.shape[1:]))
         dist.all_to_all_single(received, sent, all_received, all_sent, group=self.cp.members)
         received = received.index_select(0, self.composed).unflatten(0, (sum(self.counts), share))
-        of_maps, of_offsets = received.split((key_dim, value_dim), dim=-1)
-        composed = compose(of_maps, of_offsets, self.steps)
+        of_maps, of_offsets = (
+            x.unflatten(-1, y.shape[2:])
+            for x, y in zip(received.split([x.shape[-1] for x in numbers], -1), (maps, offsets))
+        )
+        composed = compose(of_maps, of_offsets, self.maps, self.steps)
         returned = offsets.new_empty((heads * n, key_dim, value_dim))
         by_rank = composed.flatten(0, 1).index_select(0, self.returned)
         dist.all_to_all_single(returned, by_rank, all_sent, all_received, group=self.cp.members)
         return returned.unflatten(0, (heads, n)).transpose(0, 1).contiguous()
 
 
-def _states(maps: Tensor, offsets: Tensor, steps: Sequence[LevelStep]) -> Tensor:
-    """maps [fragments, heads, K, K], offsets [fragments, heads, K, V] -> the state before each fragment."""
+def _states(maps: Tensor, offsets: Tensor, act: Maps, steps: Sequence[LevelStep]) -> Tensor:
+    """maps [fragments, heads, ...], offsets [fragments, heads, K, V] -> the state before each fragment."""
     states = torch.zeros_like(offsets, memory_format=torch.contiguous_format)
     for step in steps:
-        after = maps[step.before] @ states[step.before]
+        after = act.times(maps[step.before], states[step.before])
         after += offsets[step.before]
         states[step.after] = after if step.parents is None else after.index_select(0, step.parents)
     return states
 
 
-def _gradients(maps: Tensor, dstates: Tensor, steps: Sequence[LevelStep]) -> Tensor:
-    """maps: A^T.  The gradient of the state after each fragment.  Replaces dstates by those of states before them."""
+def _gradients(maps: Tensor, dstates: Tensor, act: Maps, steps: Sequence[LevelStep]) -> Tensor:
+    """The gradient of the state after each fragment.  Replaces dstates by gradients of the states before them.
+
+    maps: A, transposed
+    """
     last = torch.zeros_like(dstates, memory_format=torch.contiguous_format)
     for step in reversed(steps):
-        dstates[step.followed] += maps[step.followed] @ last[step.followed]
+        dstates[step.followed] += act.times(maps[step.followed], last[step.followed])
         if step.parents is None:
             last[step.before] = dstates[step.after]
         for parents, children in step.children:  # adds in the same order at each call: no parent occurs twice

@@ -4,6 +4,7 @@ sft/layers/mixers describes the kinds without torch.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from sft.config.mixer_section import LayerKind
 from sft.layers.kinds import layer_groups, model_of_kind
 from sft.mcore.backend import AttentionBackend, PackedDocuments
 from sft.mcore.latent_attention import multi_latent_attention
-from sft.mcore.model import gated_delta_net
+from sft.mcore.model import gated_delta_net, recurrent_layer
 from sft.mcore.model.halves import without_mixer
 from sft.mcore.model.head_chunks import with_head_chunks
 from sft.mcore.model.own_heads import with_own_heads
@@ -53,12 +54,18 @@ def _softmax(spec: ModuleSpec, config: Config, model: ModelConfig, backend: Atte
     return spec if chunks is None else with_head_chunks(spec, chunks)
 
 
+def _recurrent(
+    layer: type[recurrent_layer.RecurrentLayer], arguments: Callable[[ModelConfig], dict[str, Any]]
+) -> MixerModule:
+    return MixerModule(
+        partial(recurrent_layer.install, layer), partial(recurrent_layer.documents, layer.kind), arguments
+    )
+
+
 MIXER_MODULES: Mapping[LayerKind, MixerModule] = {
     "full attention": MixerModule(_softmax),
     "window attention": MixerModule(_softmax),
-    "linear attention": MixerModule(
-        gated_delta_net.install, gated_delta_net.documents, gated_delta_net.megatron_arguments
-    ),
+    "linear attention": _recurrent(gated_delta_net.GatedDeltaNet, gated_delta_net.megatron_arguments),
     "latent attention": MixerModule(
         multi_latent_attention.install, arguments=multi_latent_attention.megatron_arguments
     ),

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from sft.layers.mixers.delta import HeadSizes, StateTraffic
+from sft.layers.mixers.delta import HeadSizes
+from sft.layers.mixers.recurrent import StateTraffic
 from sft.layers.traffic import Passes
 from sft.parallel.context_parallel import local_indices
 from sft.parallel.fragments import FragmentPlan, boundaries, owners

@@ -26,12 +26,12 @@ from sft.run import compilation
 
 folder = Path(os.environ["TRITON_CACHE_DIR"])
 
-def compile_kernels(kernel, config, device):
+def compile_kernels(self, config, device):
     print("had", len(list(folder.iterdir())), flush=True)
     time.sleep(0.2)  # the other process comes meanwhile
     (folder / "entry").touch()
 
-compilation.compile_kernels = compile_kernels
+FlaKernel.compile = compile_kernels
 backend = SimpleNamespace(kernels={"linear attention": FlaKernel(None)}, config=None)
 compilation.compile_first(backend, None, Console(int(os.environ["LOCAL_RANK"])))
 """

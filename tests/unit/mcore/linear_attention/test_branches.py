@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sft.mcore.linear_attention.delta_rule import Inputs, Kernel
+from sft.mcore.linear_attention.delta_rule import DeltaKernel, Inputs
 from sft.mcore.linear_attention.documents import LinearDocuments, linear_attention
 from sft.mcore.linear_attention.fla_kernel import FlaKernel
 from sft.mcore.linear_attention.short_convolution import short_convolution
@@ -24,7 +24,7 @@ TAPS = 4
 ALONE = CpGroup(1, 0, None)
 
 
-def documents(cu_seqlens: np.ndarray, branches: Branches | None, kernel: Kernel | None = None) -> LinearDocuments:
+def documents(cu_seqlens: np.ndarray, branches: Branches | None, kernel: DeltaKernel | None = None) -> LinearDocuments:
     options: Any = {"heads": VALUE_HEADS, "num_taps": TAPS, "max_short": 0, "branches": branches}
     return LinearDocuments.of(cu_seqlens, ALONE, torch.device("cpu"), kernel or TorchDeltaKernel(), **options)
 
@@ -56,7 +56,7 @@ def close(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("kernel", [TorchDeltaKernel(), FlaKernel(Replacement())], ids=["torch", "fla"])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_rule_of_each_text_is_as_if_it_was_alone(seed: int, kernel: Kernel) -> None:
+def test_the_rule_of_each_text_is_as_if_it_was_alone(seed: int, kernel: DeltaKernel) -> None:
     """Documents of 1 to 150 tokens, so forks are inside of chunks; `random_tree` puts plain documents between."""
     cu_seqlens, branches = random_tree(seed, multiple=1, longest=150)
     inputs = random_inputs(int(cu_seqlens[-1]))

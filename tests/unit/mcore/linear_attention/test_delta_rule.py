@@ -10,8 +10,9 @@ from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
 from sft.mcore.linear_attention import schedule
-from sft.mcore.linear_attention.delta_rule import Fragments, Inputs
-from sft.mcore.linear_attention.gated_delta import gated_delta_rule
+from sft.mcore.linear_attention.delta_rule import Inputs
+from sft.mcore.linear_attention.recurrence import Fragments
+from sft.mcore.linear_attention.recurrent_attention import recurrent_attention
 from sft.mcore.linear_attention.schedule import ChunkSchedule
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 from tests.unit.fixtures.recurrence import VALUE_HEADS, K, OneProcess, V, random_inputs, recurrence
@@ -61,7 +62,7 @@ def check(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float)
 def test_outputs_and_gradients_are_those_of_the_recurrence(correlated: bool) -> None:
     boundaries = boundaries_of(LENGTHS)
     inputs = random_inputs(boundaries[-1], correlated=correlated)
-    found = gated_delta_rule(inputs, scheduled(boundaries), KERNEL)
+    found = recurrent_attention(inputs, scheduled(boundaries), KERNEL)
     expected, _ = recurrence(inputs, boundaries, [None] * len(LENGTHS))
     check([found, *gradients(found, inputs)], [expected, *gradients(expected, inputs)], FLOAT64_TOLERANCE)
 
@@ -73,7 +74,7 @@ def test_states_pass_between_the_fragments_of_a_document() -> None:
     boundaries = boundaries_of(lengths)
     inputs = random_inputs(boundaries[-1])
     made = scheduled(boundaries, linked=sorted(order))
-    found = gated_delta_rule(inputs, made, KERNEL, OneProcess([[sorted(order).index(i) for i in order]]))
+    found = recurrent_attention(inputs, made, KERNEL, OneProcess([[sorted(order).index(i) for i in order]]))
     sequence = torch.cat([torch.arange(boundaries[i], boundaries[i + 1]) for i in [0, *order, 5]])
     out, _ = recurrence(Inputs(*(x[sequence] for x in inputs)), [0, 70, 430, 460], [None] * 3)
     expected = torch.zeros_like(out).index_copy(0, sequence, out)
@@ -105,7 +106,7 @@ def test_maps_and_gradients_of_states() -> None:
 @pytest.mark.parametrize("tokens", [1, 64, 65, 300, 2048])
 def test_outputs_and_gradients_are_those_of_transformers(tokens: int) -> None:
     inputs = random_inputs(tokens, torch.float32)
-    found = gated_delta_rule(inputs, scheduled([0, tokens]), KERNEL)
+    found = recurrent_attention(inputs, scheduled([0, tokens]), KERNEL)
     batch = [x[None] for x in inputs]
     in_torch = inspect.unwrap(torch_chunk_gated_delta_rule)  # transformers calls FLA instead if it is installed
     expected = in_torch(*batch, use_qk_l2norm_in_kernel=True)[0][0]
@@ -136,7 +137,7 @@ def test_bf16_is_rounded_at_the_end_alone() -> None:
     narrow = random_inputs(200, torch.bfloat16)
     narrow = Inputs(*(x.detach().requires_grad_() for x in (*narrow[:3], narrow.g.float())), narrow.beta)
     wide = Inputs(*(x.detach().float().requires_grad_() for x in narrow))
-    found, expected = (gated_delta_rule(x, scheduled([0, 70, 200]), KERNEL) for x in (narrow, wide))
+    found, expected = (recurrent_attention(x, scheduled([0, 70, 200]), KERNEL) for x in (narrow, wide))
     assert found.dtype == torch.bfloat16 and expected.dtype == torch.float32
     of_narrow = torch.autograd.grad(found, narrow, random(found.shape, found.dtype))
     of_wide = torch.autograd.grad(expected, wide, random(found.shape, found.dtype).float())
@@ -160,7 +161,7 @@ def test_a_document_changes_no_other_one(value: float | None) -> None:
     changed = Inputs(*(x.detach().requires_grad_() for x in changed))
     results = []
     for x in (inputs, changed):
-        out = gated_delta_rule(x, scheduled(boundaries), KERNEL)
+        out = recurrent_attention(x, scheduled(boundaries), KERNEL)
         results.append([out, *gradients(out, x)])
     for x, y in zip(*results):
         assert torch.equal(x[~inside], y[~inside]) and not torch.equal(x[inside], y[inside])
@@ -172,9 +173,9 @@ def test_padding_after_a_document_changes_nothing() -> None:
     tokens = torch.tensor([*range(100), *range(128, 198)])
     without = Inputs(*(x[tokens].detach().requires_grad_() for x in inputs))
     grad = random((170, VALUE_HEADS, V), torch.float32)
-    out = gated_delta_rule(without, scheduled([0, 100, 170]), KERNEL)
+    out = recurrent_attention(without, scheduled([0, 100, 170]), KERNEL)
     expected = [out, *torch.autograd.grad(out, without, grad)]
-    padded = gated_delta_rule(inputs, scheduled([0, 128, 198]), KERNEL)
+    padded = recurrent_attention(inputs, scheduled([0, 128, 198]), KERNEL)
     dpadded = torch.zeros_like(padded).index_copy(0, tokens, grad)
     found = [padded, *torch.autograd.grad(padded, inputs, dpadded)]
     assert all(torch.equal(x[tokens], y) for x, y in zip(found, expected))
@@ -187,14 +188,14 @@ def test_backward_saves_the_inputs_and_few_states() -> None:
     inputs = random_inputs(boundaries[-1], torch.float32)
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        gated_delta_rule(inputs, scheduled(boundaries), KERNEL)
+        recurrent_attention(inputs, scheduled(boundaries), KERNEL)
     assert [x.shape for x in saved] == [*(x.shape for x in inputs), (0 + 0 + 1 + 2, VALUE_HEADS, K, V)]
     assert all(x.data_ptr() == y.data_ptr() for x, y in zip(saved, inputs))
 
 
 def test_backward_can_run_once_more() -> None:
     inputs = random_inputs(700, torch.float32)
-    out = gated_delta_rule(inputs, scheduled([0, 700]), KERNEL)
+    out = recurrent_attention(inputs, scheduled([0, 700]), KERNEL)
     first, second = (torch.autograd.grad(out, inputs, random(out.shape, out.dtype), retain_graph=True) for _ in "ab")
     assert all(torch.equal(x, y) for x, y in zip(first, second))
 
@@ -220,5 +221,5 @@ def test_the_longest_fragments_come_first_and_linked_ones_apart(monkeypatch: pyt
 def test_no_tokens() -> None:
     inputs = random_inputs(0)
     for boundaries in ([0], [0, 0]):
-        out = gated_delta_rule(inputs, scheduled(boundaries), KERNEL)
+        out = recurrent_attention(inputs, scheduled(boundaries), KERNEL)
         assert out.shape == inputs.v.shape and [x.shape for x in gradients(out, inputs)] == [x.shape for x in inputs]

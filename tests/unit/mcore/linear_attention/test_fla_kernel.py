@@ -18,9 +18,10 @@ from torch.nn.functional import pad
 from sft.errors import ConfigError
 from sft.mcore.backends import kernels
 from sft.mcore.linear_attention import fla_functions, fla_kernel
-from sft.mcore.linear_attention.delta_rule import Fragments, Inputs, Kernel
+from sft.mcore.linear_attention.delta_rule import DeltaKernel, Inputs
 from sft.mcore.linear_attention.fla_kernel import FlaKernel
-from sft.mcore.linear_attention.gated_delta import gated_delta_rule
+from sft.mcore.linear_attention.recurrence import Fragments
+from sft.mcore.linear_attention.recurrent_attention import recurrent_attention
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 from tests.builders import parsed
 from tests.unit.fixtures.recurrence import VALUE_HEADS, K, OneProcess, V, random_inputs, recurrence
@@ -141,7 +142,7 @@ def test_maps_outputs_and_gradients_are_those_of_plain_torch(boundaries: list[in
     dlast = None if states is None else 1 - states
     grad = random(*inputs.v.shape)
     results = []
-    kernels: list[Kernel] = [FlaKernel(Replacement()), TorchDeltaKernel()]
+    kernels: list[DeltaKernel] = [FlaKernel(Replacement()), TorchDeltaKernel()]
     for kernel in kernels:
         schedule = kernel.schedule(fragments, VALUE_HEADS, torch.device("cpu"))
         prepared = kernel.prepared(inputs, schedule)
@@ -163,8 +164,8 @@ def test_only_linked_fragments_have_states_and_little_runs_twice() -> None:
     kernel, inputs = FlaKernel(functions), random_inputs(sum(lengths))
     schedule = kernel.schedule(Fragments.of(np.cumsum([0, *lengths]), [0, 1]), VALUE_HEADS, torch.device("cpu"))
     passing = OneProcess([[0, 1]])
-    gated_delta_rule(inputs, schedule, kernel, passing)
-    gated_delta_rule(inputs, schedule, kernel, passing).sum().backward()
+    recurrent_attention(inputs, schedule, kernel, passing)
+    recurrent_attention(inputs, schedule, kernel, passing).sum().backward()
     assert functions.calls == {
         **{"norms": 2 * 2 * 3, "sums": 2 * 4, "systems": 2 * 3, "states": 2 * 3, "outputs": 2 * 2},
         **{"gradients of values": 2, "gradients": 2, "gradients of systems": 2, "gradients of norms": 2 * 2},

@@ -27,10 +27,11 @@ pytest.importorskip("fla", reason="make test-triton installs it")
 
 from sft.layers.mixers.delta import DeltaBytes, HeadSizes  # noqa: E402
 from sft.mcore.linear_attention import fla_functions  # noqa: E402
-from sft.mcore.linear_attention.delta_rule import Fragments, Inputs  # noqa: E402
+from sft.mcore.linear_attention.delta_rule import Inputs  # noqa: E402
 from sft.mcore.linear_attention.documents import LinearDocuments, linear_attention  # noqa: E402
 from sft.mcore.linear_attention.fla_kernel import FlaKernel  # noqa: E402
-from sft.mcore.linear_attention.gated_delta import gated_delta_rule  # noqa: E402
+from sft.mcore.linear_attention.recurrence import Fragments  # noqa: E402
+from sft.mcore.linear_attention.recurrent_attention import recurrent_attention  # noqa: E402
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel  # noqa: E402
 from sft.parallel.branches import Branches  # noqa: E402
 from sft.parallel.cp_group import CpGroup  # noqa: E402
@@ -88,7 +89,7 @@ def rule_inputs(key_dim: int, value_dim: int, dtype: torch.dtype, t: int = sum(L
 def by_fla(fla: FlaKernel, inputs: Inputs, grad: Tensor) -> list[Tensor]:
     fragments = Fragments.of(np.cumsum([0, *LENGTHS]), range(4))
     schedule = fla.schedule(fragments, VALUE_HEADS, torch.device("cpu"))
-    out = gated_delta_rule(inputs, schedule, fla, OneProcess(ORDER))
+    out = recurrent_attention(inputs, schedule, fla, OneProcess(ORDER))
     return [out, *torch.autograd.grad(out, inputs, grad.to(out.dtype))]
 
 

@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sft.config.linear_attention import LinearAttentionConfig
 from sft.layers.mixers.delta import PLAIN_CONVOLUTION, PLAIN_NORM
 from sft.layers.mixers.delta_work import PLAIN_BACKWARD, PLAIN_MAPS, PLAIN_STATE_GRADIENTS, plain_forward
-from sft.mcore.linear_attention.delta_rule import Fragments, Inputs
+from sft.mcore.linear_attention.delta_rule import Inputs
 from sft.mcore.linear_attention.gated_norm import _GatedNorm
+from sft.mcore.linear_attention.recurrence import Fragments
 from sft.mcore.linear_attention.short_convolution import ConvolutionPlan, short_convolution
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 from sft.parallel.taps import Taps

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sft.mcore.linear_attention import gated_norm
 from sft.mcore.linear_attention.gated_norm import _GatedNorm, gated
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
-from sft.mcore.model import gated_delta_net
+from sft.mcore.model import recurrent_layer
 from sft.parallel.cp_group import CpGroup
 from tests.builders import layout_config
 
@@ -104,7 +104,7 @@ def test_a_rank_holds_rows_of_each_part(rank: int) -> None:
         global_offset=(8 * rank, 0),
         axis_fragmentations=(2, 1),
     )
-    parts: Any = gated_delta_net._by_part(shard, [2, 2, 4]).build()
+    parts: Any = recurrent_layer._by_part(shard, {"query": 2, "key": 2, "value": 4}).build()
     described = [(part.key, part.global_shape, part.global_offset) for part in parts]
     assert described == [
         ("conv1d.weight.query", (4, 3), (2 * rank, 0)),
@@ -121,6 +121,8 @@ def test_a_microbatch_is_scheduled_once_for_the_heads_of_one_rank() -> None:
     config = layout_config(model={"linear_attention": linear}, parallel={"tp": 2})
     backend: Any = SimpleNamespace(config=config, kernels={"linear attention": TorchDeltaKernel()})
     boundaries = np.arange(0, 301 * 64, 64, dtype=np.int32)
-    made: Any = gated_delta_net.documents(backend, boundaries, CpGroup(1, 0, None), torch.device("cpu"))
+    made: Any = recurrent_layer.documents(
+        "linear attention", backend, boundaries, CpGroup(1, 0, None), torch.device("cpu")
+    )
     assert [group.num_fragments for group in made.schedule.groups] == [256, 44]
     assert made.kernel is backend.kernels["linear attention"]

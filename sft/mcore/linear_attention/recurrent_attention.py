@@ -1,7 +1,7 @@
-"""The gated delta rule with its gradients, also if the state of a fragment comes from another fragment or rank.
+"""A recurrence with its gradients, also if the state of a fragment comes from another fragment or rank.
 
 With context parallelism, a long document is cut into fragments, and a tree always is, at its forks.  Each rank computes
-the affine map of each of its fragments, S_out = A S_in + B.  The ranks compose the maps in document order, which gives
+the affine map of each of its fragments, S_out = A(S_in) + B.  The ranks compose the maps in document order, which gives
 the initial state of every fragment.  Then each rank runs its fragments from these states.  Backward passes the
 gradients of states in the opposite order.  A and B need no gradients: `Kernel.backward` gets the gradient of a
 fragment's last state, and propagates it to the inputs.
@@ -12,30 +12,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sft.mcore.linear_attention.delta_rule import FragmentSchedule, Inputs, Kernel
+from sft.mcore.linear_attention.recurrence import FragmentSchedule, InputsT, Kernel
 from sft.mcore.linear_attention.state_passing import HeadwisePassing
 
 
-def gated_delta_rule(
-    inputs: Inputs, schedule: FragmentSchedule, kernel: Kernel, passing: HeadwisePassing | None = None
+def recurrent_attention(
+    inputs: InputsT, schedule: FragmentSchedule, kernel: Kernel[InputsT], passing: HeadwisePassing | None = None
 ) -> Tensor:
-    """Outputs [t, value heads, V] in the dtype of v.
+    """Outputs [t, heads, V] in the dtype of the values.
 
     schedule: a result of `kernel.schedule`; passing: passes states between ranks; None: no fragment is linked
     """
     is_linked = len(schedule.fragments.linked) > 0
     assert passing is not None or not is_linked, "linked fragments need an object that passes their states"
-    out: Tensor = _GatedDeltaRule.apply(*inputs, schedule, kernel, passing)
+    out: Tensor = _RecurrentAttention.apply(*inputs, type(inputs), schedule, kernel, passing)
     return out
 
 
-class _GatedDeltaRule(torch.autograd.Function):
+class _RecurrentAttention(torch.autograd.Function):
     """Saves the inputs, A and the initial states of linked fragments, and the tensor that the kernel saves."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        *tensors, schedule, kernel, passing = arguments
-        inputs = Inputs(*(x.contiguous() for x in tensors))  # a view would keep the output of a projection in memory
+        *tensors, make, schedule, kernel, passing = arguments
+        inputs = make(*(x.contiguous() for x in tensors))  # a view would keep the output of a projection in memory
         prepared = kernel.prepared(inputs, schedule)
         a = states = None
         if passing is not None:
@@ -43,15 +43,15 @@ class _GatedDeltaRule(torch.autograd.Function):
             states = passing.initial_states(a, b)
         out, saved = kernel.forward(prepared, schedule, states)
         ctx.save_for_backward(*inputs, a, states, saved)
-        ctx.setting = schedule, kernel, passing
+        ctx.setting = make, schedule, kernel, passing
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, a, states, saved = ctx.saved_tensors
-        schedule, kernel, passing = ctx.setting
-        inputs, grad = Inputs(*tensors), grads[0].contiguous()
+        make, schedule, kernel, passing = ctx.setting
+        inputs, grad = make(*tensors), grads[0].contiguous()
         prepared, last_gradients = kernel.prepared(inputs, schedule), None
         if passing is not None:
             last_gradients = passing.final_gradients(a, kernel.state_gradients(grad, prepared, schedule))
-        return *kernel.backward(grad, prepared, schedule, states, saved, last_gradients), None, None, None
+        return *kernel.backward(grad, prepared, schedule, states, saved, last_gradients), None, None, None, None

@@ -1,0 +1,126 @@
+"""The sizes of a recurrence's states, and the bytes that it sends over cp, for all recurrences.
+
+A token reads a state to which all earlier tokens have contributed, so its cost does not grow with the length.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sft.config import Config
+from sft.layers.mixer import Mixer
+from sft.layers.traffic import Passes, Traffic, halo_tokens
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from sft.parallel.branches import Branches
+
+STATE_INTERVAL = 512  # chunked_kernel.py saves a state after this many tokens: schedule.CHUNK * schedule.INTERVAL
+# The size of a block of short_convolution.py, which has BLOCKS fp32 copies of a block in memory at a time.  The gated
+# norm and the recurrence need no more.  On a CPU a block fits the cache: 8,192 tokens of 2,048 channels took half the
+# time that they took in blocks 16 times as large.  On CUDA a block has 64 MiB.
+BLOCK_NUMBERS = {"cpu": 2**20, "cuda": 2**24}
+BLOCKS = 6
+FLA_CHUNK = 64  # tokens of a chunk in FLA's kernels
+# Bytes per element, in bf16, that the short convolution reads and writes, forward and backward: by plain torch in fp32,
+# as tests/unit/mcore/linear_attention/test_moved_bytes.py counts them, and by a fused kernel.
+PLAIN_CONVOLUTION, FUSED_CONVOLUTION = (68, 206), (4, 12)
+
+
+def uses_fla(config: Config) -> bool:
+    """Whether FLA may compute recurrences with their elementwise operations, if it is installed."""
+    runs_on = config.run.device != "cpu" and config.run.precision == "bf16" and not config.run.deterministic
+    return config.attention.delta_rule != "torch" and runs_on
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentSizes(ABC):
+    """Sizes of the heads that a tensor-parallel rank holds.
+
+    width  bytes of an element of an activation; decays, states and maps are in fp32
+    """
+
+    width: int = 2
+
+    @property
+    @abstractmethod
+    def num_heads(self) -> int:
+        """Heads with a state."""
+
+    @property
+    @abstractmethod
+    def channels(self) -> int:
+        """Channels of the convolution."""
+
+    @property
+    @abstractmethod
+    def token_bytes(self) -> int:
+        """Bytes per token that travel to another rank (the kernel's inputs) and back (its output)."""
+
+    @property
+    @abstractmethod
+    def map_bytes(self) -> int:
+        """Bytes of a fragment's map, A and B of each head, and of the state that returns."""
+
+    def max_short(self, cp_size: int) -> int:
+        """Length of the longest document for which sending tokens takes fewer bytes than sending maps.
+
+        The document has L tokens and 2 cp fragments.  Either (cp - 1) / cp of the tokens travel, or (cp - 1) / cp of
+        the fragments' maps.  So tokens take fewer bytes if L < 2 cp * map_bytes / token_bytes.
+
+            delta rule, 16 key heads, 48 value heads, K = V = 128, bf16: 1,141 tokens at cp 2, 2,283 at cp 4
+        """
+        return 0 if cp_size == 1 else (2 * cp_size * self.map_bytes - 1) // self.token_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateTraffic(Traffic):
+    """Bytes of maps and states of long documents and of trees, of tokens of short documents, and of the convolution's
+    halos.
+
+    A long document has 2 cp fragments, and one more for each place inside of a chunk where branches begin.  A short one
+    of a tree has one, and one more for each such place inside of it.  (cp - 1) / cp of the maps travel.  If cp does not
+    divide the heads, and some ranks have more fragments than others, it is not exactly this share.
+
+    passes  passes of a layer in a microbatch.  Those of attention send maps and states, all send tokens and halos
+    """
+
+    heads: RecurrentSizes
+    conv_kernel: int
+    passes: Passes
+
+    def others(self, padded: "np.ndarray", cp_size: int, branches: "Branches | None" = None) -> "np.ndarray":
+        heads = self.heads
+        is_short = padded <= heads.max_short(cp_size)
+        tokens = padded * (cp_size - 1) // cp_size * heads.token_bytes
+        halo = halo_tokens(padded, self.conv_kernel, cp_size, branches) * heads.channels * heads.width
+        fragments = ~is_short * 2 * cp_size
+        if branches is not None:
+            of_short, of_long = (branches.cuts(padded, chunks) for chunks in (1, 2 * cp_size))
+            fragments = fragments + is_short * branches.in_tree * (1 + of_short) + ~is_short * of_long
+        maps = fragments * (cp_size - 1) * heads.map_bytes // cp_size
+        return self.passes.num * (is_short * tokens + halo) + self.passes.of_attention * maps
+
+
+@dataclass(frozen=True)
+class RecurrentMixer(Mixer):
+    """A kind of layer with a recurrence, and a convolution before it."""
+
+    has_positions = False
+
+    @property
+    @abstractmethod
+    def conv_kernel(self) -> int:
+        """Tokens that the convolution sees."""
+
+    @abstractmethod
+    def head_sizes(self, tp: int, width: int) -> RecurrentSizes:
+        """The sizes on a tensor-parallel rank.  tp: must divide the heads; width: bytes of an element"""
+
+    def num_states(self, tp: int) -> int:
+        return self.head_sizes(tp, 2).num_heads
+
+    def traffic(self, config: Config, passes: Passes) -> StateTraffic:
+        heads = self.head_sizes(config.parallel.tp, passes.width)
+        return StateTraffic(heads=heads, conv_kernel=self.conv_kernel, passes=passes)

@@ -101,7 +101,7 @@ CASES: dict[str, Case] = {
         losses="cp",
         more_losses="one tp pp",
         gradients="tp_whole+full",
-        more_gradients="one tp_cp+selective tp_virtual tp_tiles",
+        more_gradients="one tp_cp+selective pp_dp tp_tiles",
     ),
     "smollm3": Case(
         dict(family="smollm3", tied=True, **FOUR_LAYERS), losses="pp", more_losses="one tp", more_gradients="tp_virtual"

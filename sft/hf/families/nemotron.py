@@ -20,6 +20,7 @@ from sft.hf.tensor_view import LAYER, View
 _MODEL, _TYPES, _PATTERN = "backbone", "layers_block_type", "hybrid_override_pattern"
 _EXPERTS, _MLP = "moe", "mlp"
 _LETTERS = {"M": LINEAR, "*": FULL, "E": _EXPERTS, "-": _MLP}
+_CHANNELS = ("x", "B", "C")  # of the convolution
 _OLD_NAMES = {"mamba": LINEAR, "attention": FULL}
 _NAMES = {  # our parts of names -> parts of names in the files
     "self_attn.": "mixer.",
@@ -48,18 +49,46 @@ def _numbers(*kinds: str) -> Callable[[Mapping[str, Any]], list[int]]:
     return lambda content: [number for number, kind in enumerate(_types(content), 1) if kind in kinds]
 
 
-def _if_experts(value: Any, absent: Any) -> Callable[[Mapping[str, Any]], Any]:
-    """A function of config.json: `value` if the model has experts, else `absent`."""
-    return lambda content: value if _EXPERTS in _types(content) else absent
+def _if_any(kind: str, value: Any, absent: Any) -> Computed:
+    """A computed value: `value` if the model has layers of this kind, else `absent`."""
+    return Computed(_TYPES, lambda content: value if kind in _types(content) else absent)
 
 
-def _of_experts(name: str, default: Any, absent: Any) -> Computed:
-    """A computed value: the key `name` of config.json if the model has experts, else `absent`."""
-    return Computed(
-        name,
-        lambda content: _if_experts(content.get(name, default), absent)(content),
-        lambda value, count: {} if value == absent else {name: value},
+def _key(kind: str, name: str, default: Any, absent: Any = None, *, alias: str = "") -> Computed:
+    """A computed value: the key `name` of config.json if the model has layers of this kind, else `absent`.
+
+    alias: another name of the key, which transformers prefers
+    """
+
+    def read(content: Mapping[str, Any]) -> Any:
+        value = content.get(alias, content.get(name, default))
+        return value if kind in _types(content) else absent
+
+    return Computed(name, read, lambda value, count: {} if value == absent else {name: value})
+
+
+def _mamba() -> tuple[Rule, ...]:
+    """The rules of Mamba-2, whose projections and channels are parts of one tensor each."""
+    layer, ours = f"{_MODEL}.layers.{LAYER}", "decoder.layers.self_attention"
+    inputs, channels = "I+I+S+S+H h", "I+S+S"
+    parts = [
+        *(
+            (f"in_proj.weight.{name}", "in_proj.weight", inputs, part)
+            for part, name in enumerate(("z", *_CHANNELS, "dt"))
+        ),
+        *((f"conv1d.weight.{name}", "conv1d.weight", f"{channels} 1 w", part) for part, name in enumerate(_CHANNELS)),
+        *((f"conv1d.bias.{name}", "conv1d.bias", channels, part) for part, name in enumerate(_CHANNELS)),
+    ]
+    wholes = (("A_log", "H"), ("D", "H"), ("dt_bias", "H"), ("norm.weight", "I"), ("out_proj.weight", "h I"))
+    rules = (
+        Rule(f"{ours}.in_proj.layer_norm_weight", (View(f"{layer}.norm.weight", "h"),)),
+        *(
+            Rule(f"{ours}.{name}", (View(f"{layer}.mixer.{stored}", shape, part),))
+            for name, stored, shape, part in parts
+        ),
+        *(Rule(f"{ours}.{name}", (View(f"{layer}.mixer.{name}", shape),)) for name, shape in wholes),
     )
+    return tuple(replace(rule, kind="Mamba-2") for rule in rules)
 
 
 def _rules() -> tuple[Rule, ...]:
@@ -76,6 +105,7 @@ def _rules() -> tuple[Rule, ...]:
     rules = (
         *outer(_MODEL),
         *(replace(rule, kind="full attention") for rule in attention(_MODEL)),
+        *_mamba(),
         *layer_rules("dense", *mlp(_MODEL)),
         *layer_rules(
             "experts",
@@ -122,22 +152,24 @@ NEMOTRON = (
             "halves.without_mlp": Computed(_TYPES, _numbers(LINEAR, FULL)),
             "rope.skip_layers": Computed(_TYPES, _numbers(FULL)),
             "moe.layers": Computed(_TYPES, lambda content: _numbers(_EXPERTS)(content) or None),
-            "moe.score_function": Computed(_TYPES, _if_experts("sigmoid", "softmax")),
-            "moe.correction_bias": Computed(_TYPES, _if_experts(True, False)),
-            **{
-                f"moe.{ours}": _of_experts(name, default, absent)
-                for ours, name, default, absent in (
-                    ("num_experts", "n_routed_experts", 8, None),
-                    ("top_k", "num_experts_per_tok", 2, None),
-                    ("ffn_hidden_size", "moe_intermediate_size", 7688, None),
-                    ("shared_ffn_hidden_size", "moe_shared_expert_intermediate_size", 7688, None),
-                    ("latent_size", "moe_latent_size", None, None),
-                    ("normalize_top_k", "norm_topk_prob", True, True),
-                    ("scaling_factor", "routed_scaling_factor", 1.0, 1.0),
-                    ("num_groups", "n_group", 1, 1),
-                    ("top_groups", "topk_group", 1, 1),
-                )
-            },
+            "moe.score_function": _if_any(_EXPERTS, "sigmoid", "softmax"),
+            "moe.correction_bias": _if_any(_EXPERTS, True, False),
+            "moe.num_experts": _key(_EXPERTS, "n_routed_experts", 8, alias="num_local_experts"),
+            "moe.top_k": _key(_EXPERTS, "num_experts_per_tok", 2),
+            "moe.ffn_hidden_size": _key(_EXPERTS, "moe_intermediate_size", 7688),
+            "moe.shared_ffn_hidden_size": _key(_EXPERTS, "moe_shared_expert_intermediate_size", 7688),
+            "moe.latent_size": _key(_EXPERTS, "moe_latent_size", None),
+            "moe.normalize_top_k": _key(_EXPERTS, "norm_topk_prob", True, True),
+            "moe.scaling_factor": _key(_EXPERTS, "routed_scaling_factor", 1.0, 1.0),
+            "moe.num_groups": _key(_EXPERTS, "n_group", 1, 1),
+            "moe.top_groups": _key(_EXPERTS, "topk_group", 1, 1),
+            "mamba.layers": Computed(_TYPES, _numbers(LINEAR)),
+            "mamba.num_heads": _key(LINEAR, "mamba_num_heads", 128),
+            "mamba.head_dim": _key(LINEAR, "mamba_head_dim", 64, 64),
+            "mamba.num_groups": _key(LINEAR, "n_groups", 8, alias="mamba_n_groups"),
+            "mamba.state_dim": _key(LINEAR, "ssm_state_size", 128, 128),
+            "mamba.conv_kernel": _key(LINEAR, "conv_kernel", 4, 4, alias="mamba_d_conv"),
+            "mamba.min_time_step": _key(LINEAR, "time_step_min", 0.001, 0.0, alias="mamba_dt_min"),
         },
         defaults={
             "vocab_size": 131_072,
@@ -155,6 +187,10 @@ NEMOTRON = (
             "attention_dropout": (0.0, None),
             "hidden_dropout": (0.0, None),  # transformers does not read it
             "mlp_bias": (False,),
+            "mamba_hidden_act": ("silu", "swish"),
+            "use_conv_bias": (True,),
+            "mamba_conv_bias": (True,),
+            "use_bias": (False,),
         },
         passed_through=("mtp.*",),
     ),

@@ -17,7 +17,7 @@ from sft.config.mixer_section import LayerKind
 from sft.layers.kinds import layer_groups, model_of_kind
 from sft.mcore.backend import AttentionBackend, PackedDocuments
 from sft.mcore.latent_attention import multi_latent_attention
-from sft.mcore.model import gated_delta_net, recurrent_layer
+from sft.mcore.model import gated_delta_net, mamba, recurrent_layer
 from sft.mcore.model.halves import without_mixer
 from sft.mcore.model.head_chunks import with_head_chunks
 from sft.mcore.model.own_heads import with_own_heads
@@ -66,6 +66,7 @@ MIXER_MODULES: Mapping[LayerKind, MixerModule] = {
     "full attention": MixerModule(_softmax),
     "window attention": MixerModule(_softmax),
     "linear attention": _recurrent(gated_delta_net.GatedDeltaNet, gated_delta_net.megatron_arguments),
+    "Mamba-2": _recurrent(mamba.Mamba2, mamba.megatron_arguments),
     "latent attention": MixerModule(
         multi_latent_attention.install, arguments=multi_latent_attention.megatron_arguments
     ),

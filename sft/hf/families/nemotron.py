@@ -135,7 +135,8 @@ NEMOTRON = (
         model_type="nemotron_h",
         class_name="NemotronHForCausalLM",
         rules=_rules(),
-        implied={"qkv_bias": False, "qk_norm": False, "activation": "relu2"},
+        # transformers ties no embeddings of this family, whatever tie_word_embeddings says.
+        implied={"qkv_bias": False, "qk_norm": False, "activation": "relu2", "tie_embeddings": False},
         keys={
             "hidden_size": "hidden_size",
             "ffn_hidden_size": "intermediate_size",
@@ -144,7 +145,6 @@ NEMOTRON = (
             "head_dim": "head_dim",
             "vocab_size": "vocab_size",
             "norm_epsilon": "layer_norm_epsilon",
-            "tie_embeddings": "tie_word_embeddings",
         },
         computed={
             "num_layers": Computed(_TYPES, lambda content: len(_types(content)), layer_types=(*_LETTERS.values(),)),
@@ -179,11 +179,9 @@ NEMOTRON = (
             "num_key_value_heads": 8,
             "head_dim": 128,
             "layer_norm_epsilon": 1e-5,
-            "tie_word_embeddings": False,
         },
         options={
             "mlp_hidden_act": ("relu2",),
-            "tie_word_embeddings": (False,),  # transformers does not tie them
             "attention_dropout": (0.0, None),
             "hidden_dropout": (0.0, None),  # transformers does not read it
             "mlp_bias": (False,),

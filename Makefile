@@ -110,7 +110,7 @@ test-mutations: $(READY)
 # Beside the environment, not in it: nothing else should find a Triton that torch for the CPU does not bring.
 test-triton: $(READY)
 	test -d $(VENV)/triton/fla || $(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(VENV)/triton --no-deps --upgrade --constraint constraints.txt triton fla-core==0.6.0 einops
-	PYTHONPATH='$(CURDIR)/$(VENV)/triton' $(BIN)/python -m pytest tests/unit/mcore/loss/test_loss_triton.py tests/unit/mcore/linear_attention/test_fla_triton.py $(PYTEST_FLAGS)
+	PYTHONPATH='$(CURDIR)/$(VENV)/triton' $(BIN)/python -m pytest tests/unit/mcore/loss/test_loss_triton.py tests/unit/mcore/linear_attention/test_fla_triton.py tests/unit/mcore/linear_attention/test_ssd_triton.py $(PYTEST_FLAGS)
 
 # An environment of its own, for the packages of kernels and their compilers.  It reads all other packages, torch among
 # them, from the environment of make venv; torch for CPUs is enough.  KERNELS=pinned takes the older compilers that

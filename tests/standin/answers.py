@@ -55,8 +55,8 @@ def give_fla() -> None:
     from sft.mcore.linear_attention import fla_functions, fla_kernel
     from tests.standin.fla_shapes import Shapes
 
-    fla_functions.problem = fla_kernel.wrong_triton = lambda: None
-    fla_functions.functions = Shapes
+    fla_functions.problem = fla_kernel.wrong_triton = lambda *wanted: None
+    fla_functions.functions = fla_functions.loaded = lambda *wanted: Shapes()
 
 
 if __name__ == "__main__":

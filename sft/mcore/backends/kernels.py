@@ -24,7 +24,8 @@ from sft.mcore.attention.flash_kernel import Demand, FlashKernel, Operators
 from sft.mcore.attention.packed_attention import AttentionKernel
 from sft.mcore.attention.torch_kernel import TorchKernel
 from sft.mcore.backend import params_dtype
-from sft.mcore.linear_attention import fla_kernel
+from sft.mcore.linear_attention import fla_kernel, ssd_fla
+from sft.mcore.linear_attention.ssd_kernel import TorchSsdKernel
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 
 # (cu_seqlens of the whole pack, cp size, cp rank, device, window=, branches=) -> the kernel of a microbatch
@@ -142,6 +143,7 @@ KERNELS: Mapping[LayerKind, Callable[[Config, Mixer, str], Chosen]] = {
     "window attention": _softmax,
     "latent attention": _softmax,
     "linear attention": partial(_recurrent, RecurrentKernels(TorchDeltaKernel, fla_kernel.made, fla_kernel.why_not)),
+    "Mamba-2": partial(_recurrent, RecurrentKernels(TorchSsdKernel, ssd_fla.made, ssd_fla.why_not)),
 }
 
 

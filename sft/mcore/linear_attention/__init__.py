@@ -7,7 +7,8 @@ recurrent_attention.py  makes a recurrence differentiable, also if a state comes
 state_passing.py        passes the states of long documents; relayout.py: sends the tokens of short ones
 short_convolution.py    the convolution before a recurrence
 chunked_kernel.py       a kernel in plain torch; schedule.py: the order of its chunks; block_tensors.py: their tensors
-fla_functions.py        the functions of flash-linear-attention (FLA) that are called; fla_layer.py: its convolution
+fla_recurrence.py       the frame of a kernel of flash-linear-attention (FLA); fla_functions.py: the functions that are
+                        called; fla_layer.py: its convolution
 
 The gated delta rule:
 

@@ -5,7 +5,7 @@ one layer these are about 200 compilations.  Triton keeps both kernels and measu
 process of a node calls every kernel first, and its other processes then find them on the disk.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from sft.mcore.linear_attention.recurrence import Fragments
 
 if TYPE_CHECKING:
     from sft.mcore.linear_attention.fla_kernel import FlaKernel
+    from sft.mcore.linear_attention.fla_recurrence import FlaRecurrence
 
 
 def compile_kernels(kernel: "FlaKernel", config: Config, device: torch.device) -> None:
@@ -34,25 +35,28 @@ def compile_kernels(kernel: "FlaKernel", config: Config, device: torch.device) -
         a, decay, bias = (x.requires_grad_() for x in (random(values[0]), *random(values[0])[:2]))
         g = kernel.log_decay(a, decay, bias)
         inputs = Inputs(random(*keys), random(*keys), random(*values), g.detach(), random(values[0]).sigmoid())
-        _rule(kernel, inputs, Fragments.of(edges, range(num_linked)), device)
-        _convolution(kernel, random(sizes.channels), linear.conv_kernel, has_states=num_linked > 0)
+        compile_recurrence(kernel, inputs, Fragments.of(edges, range(num_linked)), device)
+        compile_convolution(kernel, random(sizes.channels), linear.conv_kernel, has_states=num_linked > 0)
         x, gate, weight = (x.requires_grad_() for x in (random(*values), random(*values), random(values[1])[0]))
         (g.sum() + kernel.gated_norm(x, gate, weight, config.model.norm_epsilon)[0].sum()).backward()
 
 
-def _rule(kernel: "FlaKernel", inputs: Inputs, fragments: Fragments, device: torch.device) -> None:
-    schedule = kernel.schedule(fragments, inputs.v.shape[1], device)
+def compile_recurrence(kernel: "FlaRecurrence[Any]", inputs: Any, fragments: Fragments, device: torch.device) -> None:
+    schedule = kernel.schedule(fragments, inputs.values.shape[1], device)
     prepared, states = kernel.prepared(inputs, schedule), None
     if len(fragments.linked):
         states = kernel.transitions(prepared, schedule)[1]
-        kernel.state_gradients(inputs.v, prepared, schedule)
+        kernel.state_gradients(inputs.values, prepared, schedule)
     out, saved = kernel.forward(prepared, schedule, states)
     kernel.backward(out, prepared, schedule, states, saved, states)
 
 
-def _convolution(kernel: "FlaKernel", x: Tensor, num_taps: int, *, has_states: bool) -> None:
+def compile_convolution(
+    kernel: "FlaRecurrence[Any]", x: Tensor, num_taps: int, *, has_states: bool, has_bias: bool = False
+) -> None:
     sequence = kernel.schedule(Fragments.of([0, len(x)]), 1, x.device).parts[0].sequences
     weight = x.new_ones(x.shape[1], num_taps)
     states = x.new_zeros(1, *weight.shape) if has_states else None
-    out = call_convolution(kernel.functions, x, weight, states, sequence)
-    call_gradients_of_convolution(kernel.functions, x, out, weight, states, sequence)
+    bias = x.new_ones(x.shape[1]) if has_bias else None
+    out = call_convolution(kernel.functions, x, weight, states, sequence, bias)
+    call_gradients_of_convolution(kernel.functions, x, out, weight, states, sequence, bias)

@@ -2,7 +2,7 @@
 
 FLA's chunks of 64 tokens need, besides q, k, v, g and beta, only the state before each chunk.  So a pass has steps:
 
-    1. normalise q and k, add up g within each chunk, and solve the triangular system of each chunk       `PartPass`
+    1. normalise q and k, add up g within each chunk, and solve the triangular system of each chunk       `DeltaPass`
     2. for linked fragments: the map of each fragment                                                     `maps`
     3. the state before each chunk, from initial states, and with it the outputs                          `outputs`
 
@@ -73,8 +73,8 @@ def chunks(boundaries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.stack([sequence, np.arange(offsets[-1]) - offsets[sequence]], axis=1), offsets
 
 
-class PartPass:
-    """One forward or backward pass over a part that has tokens.
+class DeltaPass:
+    """Implements `fla_recurrence.PartPass`.
 
     functions: FLA's (`fla_functions.functions`); inputs: of all tokens of the rank
     """

@@ -31,11 +31,10 @@ class GroupedNorm(torch.nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor, kernel: SsdKernel) -> Tensor:
         """x, gate [t, groups * width] -> [t, groups * width]"""
-        by_group = [y.unflatten(-1, (self._groups, -1)) for y in (x, gate, self.weight)]
-        out, shrink = kernel.grouped_norm(*by_group, self.eps)
+        x, gate, weight = (y.unflatten(-1, (self._groups, -1)) for y in (x, gate, self.weight))
+        out, shrink = kernel.grouped_norm(x, gate, weight, self.eps)
         if self.save_policy is not None:
-            recompute = partial(kernel.grouped, eps=self.eps)
-            self.save_policy.mark_recomputable(out, recompute, *by_group, shrink)
+            self.save_policy.mark_recomputable(out, partial(kernel.grouped, eps=self.eps), x, gate, weight, shrink)
         return out.flatten(1)
 
 

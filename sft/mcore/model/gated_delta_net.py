@@ -38,7 +38,7 @@ def megatron_arguments(model: ModelConfig) -> dict[str, Any]:
 
 class GatedDeltaNet(RecurrentLayer):
     kind = "linear attention"
-    norm = "out_norm"
+    modules_with_state = ("in_proj", "out_norm", "out_proj")
     parts = {
         "in_proj.weight": ("query", "key", "value", "z", "beta", "alpha"),
         "conv1d.weight": ("query", "key", "value"),

@@ -35,7 +35,6 @@ def megatron_arguments(model: ModelConfig) -> dict[str, Any]:
 
 class Mamba2(RecurrentLayer):
     kind = "Mamba-2"
-    norm = "norm"
     parts = {
         "in_proj.weight": ("z", "x", "B", "C", "dt"),
         "conv1d.weight": ("x", "B", "C"),

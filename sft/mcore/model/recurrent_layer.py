@@ -89,13 +89,13 @@ class RecurrentLayer(MegatronModule):
     recompute          True: the module saves only its input, and backward computes its forward pass again.  Its time is
                        linear in the length, so this is cheap at any length, unlike for softmax attention
 
-    kind     the kind of layer
-    norm     name of the module of the norm before the output projection
-    parts    for each weight that a checkpoint stores in parts, the names of the parts
+    kind                the kind of layer
+    modules_with_state  the modules that make their entries of the sharded state dict themselves
+    parts               for each weight that a checkpoint stores in parts, the names of the parts
     """
 
     kind: ClassVar[LayerKind]
-    norm: ClassVar[str]
+    modules_with_state: ClassVar[Sequence[str]] = ("in_proj", "out_proj")
     parts: ClassVar[Mapping[str, Sequence[str]]]
 
     def __init__(
@@ -184,13 +184,12 @@ class RecurrentLayer(MegatronModule):
     ) -> dict[str, Any]:
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state: dict[str, Any] = {}
+        for name in self.modules_with_state:
+            module = getattr(self, name)
+            state |= sharded_state_dict_default(
+                module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self._tp
+            )
         own = self.split_weights()
-        for name in ("in_proj", self.norm, "out_proj"):
-            if f"{name}.weight" not in own:
-                module = getattr(self, name)
-                state |= sharded_state_dict_default(
-                    module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self._tp
-                )
         state |= make_sharded_tensors_for_checkpoint(
             own,
             prefix,

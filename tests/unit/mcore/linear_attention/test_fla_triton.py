@@ -5,7 +5,6 @@ one variant of each kernel.  A GPU compiles them, and chooses between variants: 
 multiplies the bits of bf16 numbers as integers, so the narrow dtype here is fp16.
 """
 
-import builtins
 import gc
 import sys
 import weakref
@@ -37,7 +36,7 @@ from sft.parallel.branches import Branches  # noqa: E402
 from sft.parallel.cp_group import CpGroup  # noqa: E402
 from sft.parallel.taps import Taps  # noqa: E402
 from tests.builders import parsed  # noqa: E402
-from tests.unit.fixtures.fla_variants import keep_one_variant  # noqa: E402
+from tests.unit.fixtures.fla_variants import interpret, keep_one_variant  # noqa: E402
 from tests.unit.fixtures.recurrence import OneProcess, recurrence  # noqa: E402
 
 KEY_HEADS, VALUE_HEADS = 1, 2
@@ -49,22 +48,14 @@ TOKENS, CHANNELS = 70, 16
 TREE = Branches.of([-1, 0, 0], [0, 3, 3])  # of the convolution's documents
 
 
-class Index(int):
-    """A number of a loop.  In the interpreter it is a Python int, and a kernel of FLA converts it by `to`."""
-
-    def to(self, dtype: Any) -> "Index":
-        return self
-
-
 @pytest.fixture(scope="module")
 def fla() -> Iterator[FlaKernel]:
     """FLA by the interpreter: one variant of each kernel, and no question for a GPU's compute capability."""
     with pytest.MonkeyPatch.context() as patch:
         assert fla_functions.problem() is None
         keep_one_variant(patch)
-        modules = [sys.modules[f"fla.ops.{name}"] for name in ("cp.chunk_fwd", "common.chunk_delta_h")]
-        patch.setattr(modules[0], "_check_cp_device", lambda device: None)
-        patch.setattr(modules[1], "range", lambda *x: map(Index, builtins.range(*map(int, x))), raising=False)
+        interpret(patch)
+        patch.setattr(sys.modules["fla.ops.cp.chunk_fwd"], "_check_cp_device", lambda device: None)
         yield FlaKernel(fla_functions.functions())
 
 

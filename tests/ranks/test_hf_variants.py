@@ -214,10 +214,10 @@ CASES: dict[str, Case] = {
     ),
     "nemotron_h": Case(
         dict(family="nemotron_h"),
-        losses="one",
-        more_losses="tp cp pp ep tp_ep cp_ep",
-        gradients="one",
-        more_gradients="one+selective tp_cp_ep+selective tp_virtual pp_dp tp_pp+full",
+        losses="pp",
+        more_losses="one tp cp cp4 ep tp_ep cp_ep",
+        gradients="tp_cp_ep+selective tp_virtual",
+        more_gradients="one tp_ep cp+selective cp4 ep pp cp_ep+full pp_dp tp_pp+full tp_dp cp_dp dp_sharded",
     ),
     # Layers of both kinds; keys and values have unequal widths, and each key head has two value heads.
     "qwen3_5_text": Case(

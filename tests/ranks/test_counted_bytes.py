@@ -60,6 +60,10 @@ CASES = {
     "dense": [],
     "dense, norms on outputs": GEMMA,
     "experts": [*EXPERTS, "model.moe.shared_ffn_hidden_size=128", "model.moe.shared_gate=true"],
+    "halves": [
+        *("model.halves.without_mlp=ODD", "model.halves.without_mixer=EVEN", "model.moe.layers=EVEN", *EXPERTS),
+        *("model.moe.shared_ffn_hidden_size=128", "model.moe.latent_size=192", "model.activation=relu2"),
+    ],
     "linear": LINEAR,
     "latent": LATENT,
     "gpt-oss": [*EXPERTS, *GPT_OSS, "model.sliding_window=20", "model.sliding_window_layers=EVERY"],
@@ -180,8 +184,9 @@ def test_passes_of_a_layer(ranks: Ranks, name: str) -> None:
     for recompute in ("none", "selective"):
         counted, said = dict[str, float](), dict[str, float]()
         for layers, sign in zip(LAYERS, (-1, 1)):
-            every = str([*range(1, layers + 1)])
-            overrides = [text.replace("EVERY", every) for text in [*WIDE, *CASES[name]]]
+            numbers, overrides = range(1, layers + 1), [*WIDE, *CASES[name]]
+            for word, chosen in (("EVERY", numbers), ("ODD", numbers[::2]), ("EVEN", numbers[1::2])):
+                overrides = [text.replace(word, str([*chosen])) for text in overrides]
             overrides += [f"model.num_layers={layers}", f"train.recompute={recompute}"]
             (((short, long), moved),) = ranks(1).run(count, overrides)
             for part, of_equations in (("forward", moved.forward), ("backward", moved.backward + moved.repeated)):

@@ -49,6 +49,9 @@ KINDS = [
     "model.rope.window_base=3e3",
 ]
 
+# A layer that is only attention before each layer that is only an MLP, without a gate.
+HALVES = ["model.halves={without_mlp: ODD, without_mixer: EVEN}", "model.activation=relu2"]
+
 
 def one_document(engine: Any) -> Any:
     corpus = scenarios.SkewedCorpus([TOKENS])
@@ -66,7 +69,9 @@ def forward(engine: Any, microbatch: Any) -> torch.Tensor:
 def bytes_kept(overrides: Sequence[str], num_layers: int) -> int:
     """The bytes per token that exist after a forward pass."""
     numbers = range(1, num_layers + 1)
-    overrides = [x.replace("ALL", str([*numbers])).replace("ODD", str([*numbers[::2]])) for x in overrides]
+    named = {"ALL": numbers, "ODD": numbers[::2], "EVEN": numbers[1::2]}
+    for name, layers in named.items():
+        overrides = [text.replace(name, str([*layers])) for text in overrides]
     with scenarios.running([*WIDE, *overrides, f"model.num_layers={num_layers}"]) as engine:
         microbatch = one_document(engine)
         engine._set_denominator([microbatch])  # experts have losses of their own, which need a denominator
@@ -140,6 +145,12 @@ def bytes_kept(overrides: Sequence[str], num_layers: int) -> int:
             [*KINDS, "train.recompute=none"],
             (980 + 1420 + 2 * (256 + 4 + 768 + 384 + 384 + 384) + 64 + 64 + 320 + 576) // 2,
         ),
+        # the mean of two layers: only attention, the first case without the input of the MLP, 128; and only an MLP, 128
+        ([*HALVES, "train.recompute=selective"], (844 + 128) // 2),
+        ([*HALVES, "train.recompute=attention_kept"], (128 + 256 + 32 + 128) // 2),
+        # without recomputation also: normed input, 128, normed query and key, 320; normed input of the MLP with a scale,
+        # the projection, 384, and its activation, 384
+        ([*HALVES, "train.recompute=none"], (844 + 128 + 320 + 128 + 128 + 4 + 384 + 384) // 2),
         # with tiles, neither the inside of the MLP nor the output of its norm is saved
         (["train.recompute=none", "train.mlp_tile=64"], 972 + 128 + 320),
     ],
@@ -179,15 +190,23 @@ def test_attention_keeps_the_bytes_of_the_equations(ranks: Ranks, tmp_path: Path
     assert counted + first_states == predicted > 0
 
 
-@pytest.mark.parametrize("shared", [[], ["model.moe.shared_ffn_hidden_size=96", "model.moe.shared_gate=true"]])
-def test_bytes_of_a_layer_of_experts_and_token(ranks: Ranks, shared: list[str]) -> None:
+@pytest.mark.parametrize(
+    "own, more",
+    [
+        ([], 0),
+        (["model.moe.shared_ffn_hidden_size=96", "model.moe.shared_gate=true"], 0),
+        # 48 elements are sent instead of 64; the sum of the experts' outputs, which is projected back, is saved
+        (["model.moe.latent_size=48"], -2 * 32 + 96),
+    ],
+)
+def test_bytes_of_a_layer_of_experts_and_token(ranks: Ranks, own: list[str], more: int) -> None:
     """A shared expert saves nothing of its own: its input is also the input of the router.
 
     A dense layer has 972; scale of the norm 4; two choices of 64 elements that are sent to experts, 256; scores,
     probabilities, weights and masks of four experts, 56; two choices, 48."""
-    recipe = [*MOE, *shared, "train.recompute=selective"]
+    recipe = [*MOE, *own, "train.recompute=selective"]
     (two,), (four,) = (ranks(1).run(bytes_kept, recipe, layers) for layers in (2, 4))
-    assert (four - two) / 2 == pytest.approx(972 + 4 + 256 + 56 + 48, rel=MASKS_TOLERANCE)
+    assert (four - two) / 2 == pytest.approx(972 + 4 + 256 + 56 + 48 + more, rel=MASKS_TOLERANCE)
 
 
 def bytes_with_host(overrides: Sequence[str], num_layers: int) -> dict[str, int]:

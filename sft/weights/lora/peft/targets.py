@@ -12,7 +12,6 @@ from typing import Any
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")
 _GATE_UP = ({"gate_proj", "up_proj"}, {"w1", "w3"})  # w1, w2, w3: Mixtral
-_MAMBA_OUTPUT = ".mixer.out_proj"
 _DOWN = ({"down_proj"}, {"w2"})
 _BACKBONE = re.compile(r"^backbone\.")
 _TEXT = re.compile(r"(?:model\.language_model|language_model\.model|model)\.(?=layers\.|embed_tokens\b|norm\b)")
@@ -68,13 +67,18 @@ def expert_options(modules: Iterable[str], rank: int, alpha: float) -> dict[str,
     return options
 
 
+def is_refused(module: str) -> bool:
+    """Whether PEFT refuses to adapt a module of this name: the output of Mamba-2 in Nemotron-H."""
+    return module.endswith(".mixer.out_proj")
+
+
 def lost_by_peft(modules: Iterable[str], *, rslora: bool) -> str | None:
     """Why PEFT would not compute the trained function with adapters of these modules; None if it would.
 
     PEFT 0.21.2 often reads such a folder without an error, but leaves adapters out or scales them wrongly.
     """
     modules = list(modules)
-    if refused := next((module for module in modules if module.endswith(_MAMBA_OUTPUT)), None):
+    if refused := next(filter(is_refused, modules), None):
         return f"PEFT refuses adapters of {refused}, whose weight a kernel reads.  lora.exclude=[out_proj] leaves it out"
     blocks: defaultdict[str, defaultdict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for module in modules:

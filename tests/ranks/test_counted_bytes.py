@@ -26,7 +26,7 @@ from sft.mcore.attention import torch_kernel
 from sft.mcore.attention.rope import Rotation
 from sft.mcore.experts import dispatch, grouped
 from sft.mcore.experts import layer as expert_layer
-from sft.mcore.linear_attention import torch_kernel as delta_kernel
+from sft.mcore.linear_attention.chunked_kernel import ChunkedKernel
 from sft.mcore.modules import activation, norm
 from tests.builders import answer
 from tests.ranks import scenarios
@@ -55,6 +55,7 @@ LATENT = [
     *("model.latent_attention.v_head_dim=32", "model.num_query_groups=null", "model.qk_norm=false"),
     "model.head_dim=null",
 ]
+MAMBA = ["model.mamba={layers: EVERY, num_heads: 8, num_groups: 2, head_dim: 32, state_dim: 64}"]
 GEMMA = ["model.norm_placement=both", "model.norm_zero_centered=true", "model.activation=geglu"]
 CASES = {
     "dense": [],
@@ -65,6 +66,7 @@ CASES = {
         *("model.moe.shared_ffn_hidden_size=128", "model.moe.latent_size=192", "model.activation=relu2"),
     ],
     "linear": LINEAR,
+    "Mamba-2": MAMBA,
     "latent": LATENT,
     "gpt-oss": [*EXPERTS, *GPT_OSS, "model.sliding_window=20", "model.sliding_window_layers=EVERY"],
 }
@@ -77,7 +79,7 @@ ONE_KERNEL: list[tuple[Any, str]] = [
 ]
 UNCOUNTED: list[tuple[Any, str]] = [
     *((torch_kernel.TorchKernel, name) for name in ("forward", "backward")),
-    *((delta_kernel.TorchDeltaKernel, name) for name in ("transitions", "forward", "state_gradients", "backward")),
+    *((ChunkedKernel, name) for name in ("transitions", "forward", "state_gradients", "backward")),
 ]
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "matmul")
 VIEWS = ("_unsafe_view", "_reshape_alias", "detach", "alias", "lift_fresh")

@@ -36,6 +36,7 @@ MOE = ["model.moe.num_experts=4", "model.moe.top_k=2", "model.moe.ffn_hidden_siz
 DELTA = (
     "model.linear_attention={layers: ALL, num_key_heads: 2, num_value_heads: 4, key_head_dim: 16, value_head_dim: 32}"
 )
+MAMBA = "model.mamba={layers: ALL, num_heads: 8, num_groups: 2, head_dim: 16, state_dim: 24}"
 LATENT = [
     *("model.latent_attention.kv_lora_rank=20", "model.latent_attention.q_lora_rank=16"),
     *("model.latent_attention.qk_nope_head_dim=8", "model.latent_attention.qk_rope_head_dim=4"),
@@ -122,6 +123,11 @@ def bytes_kept(overrides: Sequence[str], num_layers: int) -> int:
         # fp32 scales of the gated norm 16; the bytes outside of attention of the first case without recomputation;
         # output of the gated norm 256
         ([DELTA, "train.recompute=none"], 260 + 656 + 384 + 56 + 256 + 16 + 256 + 4 + 256 + 768 + 384 + 384 + 384),
+        # Mamba-2: z, x of 8 x 16 (128), B, C of 2 x 24 (48), dt 8: projections 720, x, B and C 448, time steps and
+        # decays 2 x 32, output 256, fp32 scales of 2 groups 8; the bytes outside of attention; output of the norm 256
+        ([MAMBA, "train.recompute=selective"], 128 + 128 + 4),
+        ([MAMBA, "train.recompute=attention_kept"], 128 + 256),
+        ([MAMBA, "train.recompute=none"], 260 + 720 + 448 + 64 + 256 + 8 + 256 + 4 + 256 + 768 + 384 + 384 + 384),
         # latent attention: 2 x 24 (latent and rotary key); 8 queries of 12 (192), output 8 x 10 (160), log-sum-exp 32;
         # both latents before their norms, 2 x 16 and 2 x 20, each with an fp32 scale of 4
         ([*LATENT, "train.recompute=selective"], 260 + 48 + 192 + 160 + 32 + 36 + 44),

@@ -112,7 +112,16 @@ def in_stored_names(
 
 # Model types whose files hold experts as transformers has them in memory; types whose files call the matrices of an
 # expert w1, w2 and w3.
-_AS_IN_MEMORY, _NUMBERED = ("gpt_oss", "gemma4_text"), ("minimax_m2", "mixtral")
+_AS_IN_MEMORY, _NUMBERED = ("gpt_oss", "gemma4_text", "granitemoehybrid"), ("minimax_m2", "mixtral")
+# Model types whose files have other names than transformers has in memory: parts of names in memory and in files.
+_NAMES = {
+    "nemotron_h": {r"^model\.": "backbone."},
+    "granitemoehybrid": {
+        r"experts\.gate_up_proj$": "input_linear.weight",
+        r"experts\.down_proj$": "output_linear.weight",
+        r"router\.weight$": "router.layer.weight",
+    },
+}
 
 
 def stored_gradients(
@@ -140,8 +149,8 @@ def stored_gradients(
             found[name] = tensor.clone()
     if model.config.model_type in _NUMBERED:
         return {name.replace(".mlp.", ".block_sparse_moe."): tensor for name, tensor in found.items()}
-    if model.config.model_type == "nemotron_h":
-        return {re.sub(r"^model\.", "backbone.", name): tensor for name, tensor in found.items()}
+    for ours, theirs in _NAMES.get(model.config.model_type, {}).items():
+        found = {re.sub(ours, theirs, name): tensor for name, tensor in found.items()}
     return found
 
 

@@ -212,6 +212,18 @@ CASES: dict[str, Case] = {
     "llama_biased": Case(
         dict(family="llama", attention_bias=True, mlp_bias=True), losses="tp", gradients="tp_whole_cp+full"
     ),
+    "granitemoehybrid": Case(
+        dict(family="granitemoehybrid", time_step_limit=(0.01, 0.3)),
+        gradients="tp_cp_ep2+selective",
+        more_losses="one tp cp ep",
+        more_gradients="one cp4 pp_dp",
+    ),
+    # No experts, and attention with rotary positions.
+    "granite_hybrid_dense": Case(
+        dict(family="granitemoehybrid", tied=True, num_local_experts=0, position_embedding_type="rope"),
+        losses="pp",
+        more_gradients="one tp_cp+selective",
+    ),
     "nemotron_h": Case(
         dict(family="nemotron_h"),
         losses="pp",

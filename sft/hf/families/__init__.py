@@ -9,6 +9,7 @@ files declare families:
     linear.py                            linear attention
     latent.py                            latent attention
     ungated.py                           MLPs without a gate
+    mamba.py                             Mamba-2, and an MLP in each layer
     nemotron.py                          layers that are only a mixer or only an MLP
     vision.py                            a vision tower beside a language model of another family
 
@@ -23,6 +24,7 @@ from sft.hf.families.gemma4 import GEMMA4
 from sft.hf.families.latent import LATENT
 from sft.hf.families.linear import LINEAR_FAMILIES
 from sft.hf.families.llama import LLAMA_LIKE
+from sft.hf.families.mamba import GRANITE_HYBRID
 from sft.hf.families.nemotron import NEMOTRON
 from sft.hf.families.routed import ROUTED
 from sft.hf.families.ungated import UNGATED
@@ -43,6 +45,7 @@ FAMILIES = {
         *LATENT,
         *UNGATED,
         *NEMOTRON,
+        *GRANITE_HYBRID,
         *VISION,
     )
 }

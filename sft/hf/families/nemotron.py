@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from sft.hf.families.routed import SIGMOID, layer_rules
+from sft.hf.families.mamba import mamba
+from sft.hf.families.routed import layer_rules
 from sft.hf.families.rules import attention, correction_bias, experts, mlp, outer, shared_expert
 from sft.hf.families.windows import FULL, LINEAR
 from sft.hf.family import Family, Rule
@@ -20,7 +21,6 @@ from sft.hf.tensor_view import LAYER, View
 _MODEL, _TYPES, _PATTERN = "backbone", "layers_block_type", "hybrid_override_pattern"
 _EXPERTS, _MLP = "moe", "mlp"
 _LETTERS = {"M": LINEAR, "*": FULL, "E": _EXPERTS, "-": _MLP}
-_CHANNELS = ("x", "B", "C")  # of the convolution
 _OLD_NAMES = {"mamba": LINEAR, "attention": FULL}
 _NAMES = {  # our parts of names -> parts of names in the files
     "self_attn.": "mixer.",
@@ -67,30 +67,6 @@ def _key(kind: str, name: str, default: Any, absent: Any = None, *, alias: str =
     return Computed(name, read, lambda value, count: {} if value == absent else {name: value})
 
 
-def _mamba() -> tuple[Rule, ...]:
-    """The rules of Mamba-2, whose projections and channels are parts of one tensor each."""
-    layer, ours = f"{_MODEL}.layers.{LAYER}", "decoder.layers.self_attention"
-    inputs, channels = "I+I+S+S+H h", "I+S+S"
-    parts = [
-        *(
-            (f"in_proj.weight.{name}", "in_proj.weight", inputs, part)
-            for part, name in enumerate(("z", *_CHANNELS, "dt"))
-        ),
-        *((f"conv1d.weight.{name}", "conv1d.weight", f"{channels} 1 w", part) for part, name in enumerate(_CHANNELS)),
-        *((f"conv1d.bias.{name}", "conv1d.bias", channels, part) for part, name in enumerate(_CHANNELS)),
-    ]
-    wholes = (("A_log", "H"), ("D", "H"), ("dt_bias", "H"), ("norm.weight", "I"), ("out_proj.weight", "h I"))
-    rules = (
-        Rule(f"{ours}.in_proj.layer_norm_weight", (View(f"{layer}.norm.weight", "h"),)),
-        *(
-            Rule(f"{ours}.{name}", (View(f"{layer}.mixer.{stored}", shape, part),))
-            for name, stored, shape, part in parts
-        ),
-        *(Rule(f"{ours}.{name}", (View(f"{layer}.mixer.{name}", shape),)) for name, shape in wholes),
-    )
-    return tuple(replace(rule, kind="Mamba-2") for rule in rules)
-
-
 def _rules() -> tuple[Rule, ...]:
     """The rules of all tensors.  `_NAMES` changes the names that other families have."""
     projections = [("fc1", "W h"), ("fc2", "h W")]
@@ -105,7 +81,7 @@ def _rules() -> tuple[Rule, ...]:
     rules = (
         *outer(_MODEL),
         *(replace(rule, kind="full attention") for rule in attention(_MODEL)),
-        *_mamba(),
+        *mamba("mixer", "norm", _MODEL),
         *layer_rules("dense", *mlp(_MODEL)),
         *layer_rules(
             "experts",
@@ -147,7 +123,9 @@ NEMOTRON = (
             "norm_epsilon": "layer_norm_epsilon",
         },
         computed={
-            "num_layers": Computed(_TYPES, lambda content: len(_types(content)), layer_types=(*_LETTERS.values(),)),
+            "num_layers": Computed(
+                _TYPES, lambda content: len(_types(content)), layer_types=(*_LETTERS.values(), *_OLD_NAMES)
+            ),
             "halves.without_mixer": Computed(_TYPES, _numbers(_EXPERTS, _MLP)),
             "halves.without_mlp": Computed(_TYPES, _numbers(LINEAR, FULL)),
             "rope.skip_layers": Computed(_TYPES, _numbers(FULL)),

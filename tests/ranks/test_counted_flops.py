@@ -129,6 +129,10 @@ WINDOW = ["model.sliding_window=300", "model.sliding_window_layers=[1]"]
 SHARED = [*MOE, "model.moe.shared_ffn_hidden_size=20"]
 LINEAR_LAYER = [*LINEAR, "model.linear_attention.layers=[2]"]
 MAMBA_LAYER = ["model.mamba={layers: [2], num_heads: 4, num_groups: 2, head_dim: 6, state_dim: 10}"]
+HALVES = [  # attention alone, and then experts alone, without a gate, that read a latent
+    *("model.halves={without_mlp: [1], without_mixer: [2]}", "model.moe.layers=[2]", "model.moe.latent_size=24"),
+    "model.activation=relu2",
+]
 FULL, SELECTIVE = "train.recompute=full", "train.recompute=selective"
 CASES = {
     "dense": [],
@@ -146,6 +150,7 @@ CASES = {
     "linear": LINEAR_LAYER,
     "linear, selective": [*LINEAR_LAYER, SELECTIVE],
     "Mamba-2, selective": [*MAMBA_LAYER, SELECTIVE],
+    "halves, selective": [*SHARED, *HALVES, SELECTIVE],
     "latent": LATENT,
     "latent, full": [*LATENT, FULL],
     "routers": [*MOE, *ROUTERS, SELECTIVE],  # the first layer has no experts

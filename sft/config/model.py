@@ -20,7 +20,7 @@ from sft.config.section import UNREPORTED, Path, Positive, Section, divisors
 MOST_LAYERS = 4096  # 126 in Llama 3.1 405B; each layer is work for this trainer before it reads a weight
 _MOST_IN_ALL = 1_000_000  # experts of all layers: 23,424 in Kimi K2
 RANDOM = "random"  # of init_from; a folder of this name is ./random
-# Sections for layers with linear or latent attention.  A layer has the kind of the first section whose `has_layer` is
+# Sections for kinds of layers.  A layer has the kind of the first section whose `has_layer` is
 # true, so latent attention, which takes all layers, comes last.
 MIXER_SECTIONS: dict[str, type[MixerSection]] = {
     "linear_attention": LinearAttentionConfig,
@@ -92,7 +92,7 @@ class ModelConfig(Section):
     sliding_window: Positive | None = None
     """Size w of the sliding window: a token attends to itself and to the w - 1 tokens before it; null: no window."""
     sliding_window_layers: list[Positive] | None = None
-    """Layers with a sliding window, counted from 1; null means all that have no linear attention."""
+    """Layers with a sliding window, counted from 1; null means all that have no state."""
     full_attention: FullAttentionConfig = FullAttentionConfig()
     """Sizes of layers without a sliding window, where they differ from those of layers with one."""
     attention_softcap: Annotated[float, Field(gt=0.0)] | None = None
@@ -265,7 +265,7 @@ class ModelConfig(Section):
 
     @property
     def mixer_sections(self) -> dict[str, MixerSection]:
-        """The sections for layers with linear or latent attention, by name."""
+        """The sections for kinds of layers, by name."""
         return {name: getattr(self, name) for name in MIXER_SECTIONS}
 
     @property

@@ -5,6 +5,12 @@
     output = projection of (norm(gated delta rule of q, k, v, g, beta) * silu(z))
 
 Tensor-parallel ranks divide key heads among them; a rank also has the value heads that its key heads serve.
+
+In sft/mcore/linear_attention:
+
+delta_rule.py    the inputs of the rule and the interface of its kernels; gated_norm.py: the norm after it
+torch_kernel.py  a kernel in plain torch; chunks.py: the products of a block
+fla_kernel.py    a kernel of FLA; fla_rule.py: the rule; fla_compilation.py: compiles it before the first pass
 """
 
 from functools import partial

@@ -31,6 +31,9 @@ MODELS = {
     ("linear attention", "Qwen3.6-27B"): """\
         hidden_size: 5120, ffn_hidden_size: 17408, num_attention_heads: 24, num_query_groups: 4, head_dim: 256,
         linear_attention: {layers: [1], num_key_heads: 16, num_value_heads: 48}""",
+    ("Mamba-2", "Nemotron-3-Nano-30B-A3B"): """\
+        hidden_size: 2688, ffn_hidden_size: 1856, num_attention_heads: 32, num_query_groups: 2, head_dim: 128,
+        mamba: {layers: [1], num_heads: 64, num_groups: 8}""",
     ("latent attention", "DeepSeek-V3"): """\
         hidden_size: 7168, ffn_hidden_size: 18432, num_attention_heads: 128,
         latent_attention: {kv_lora_rank: 512, q_lora_rank: 1536}""",

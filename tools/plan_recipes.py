@@ -44,6 +44,7 @@ CONFIGS = {  # name on the hub -> file of RELEASED
     "Qwen/Qwen3.6-35B-A3B": "qwen3_6_35b_a3b",
     "google/gemma-4-26B-A4B-it": "gemma_4_26b_a4b",
     "zai-org/GLM-4.5-Air": "glm_4_5_air",
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "nemotron_3_nano_30b_a3b",
 }
 # Model -> cases: tokens of a pack, number of nodes, and whether adapters are trained.
 CASES: dict[str, tuple[tuple[int, int, bool], ...]] = {
@@ -69,6 +70,7 @@ CASES: dict[str, tuple[tuple[int, int, bool], ...]] = {
         *((64 * K, 4, False), (256 * K, 8, False), (M, 32, False), (256 * K, 2, True)),
         *((M, 1, False), (M, 1, True)),
     ),
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": ((256 * K, 1, False), (256 * K, 1, True)),
 }
 
 

@@ -43,6 +43,7 @@ MESSAGES = {  # kind of layer -> the name of its messages in the table
     "latent attention": "cp, all-gather of keys and values",
     "window attention": "cp, halos of windows",
     "linear attention": "cp, states of linear attention",
+    "Mamba-2": "cp, states of Mamba-2",
 }
 
 

@@ -76,6 +76,7 @@ _OWN_KEYS = {
     "model.moe.top_k": "moe_router_topk",
     "model.moe.ffn_hidden_size": "moe_ffn_hidden_size",
     "model.moe.shared_ffn_hidden_size": "moe_shared_expert_intermediate_size",
+    "model.moe.latent_size": "moe_latent_size",
     "model.moe.shared_gate": "moe_shared_expert_gate",
     "model.moe.normalize_top_k": "moe_router_pre_softmax",
     "model.moe.score_function": "moe_router_score_function",
@@ -156,7 +157,7 @@ _REASONS = {
         moe_deepep_num_sms moe_enable_routing_replay moe_expert_rank_capacity_factor@0.19 moe_extended_tp@0.16
         moe_flex_dispatcher_num_sms@0.19 moe_grad_scale_func@0.19 moe_hybridep_num_blocks_permute@0.19
         moe_hybridep_num_blocks_unpermute@0.19 moe_hybridep_num_sms moe_hybridep_num_sms_preprocessing@0.19
-        moe_hybridep_pad_uneven_dispatch_inputs@0.19 moe_latent_size moe_mlp_glu_interleave_size@0.19
+        moe_hybridep_pad_uneven_dispatch_inputs@0.19 moe_mlp_glu_interleave_size@0.19
         moe_ncclep_static_shape@0.19 moe_ncclep_zero_copy@0.19 moe_pad_expert_input_to_capacity moe_paged_stash@0.19
         moe_paged_stash_buffer_size_factor_cpu@0.19 moe_paged_stash_buffer_size_factor_cuda@0.19
         moe_paged_stash_page_size@0.19 moe_permute_fusion_into_hybridep@0.19 moe_router_padding_for_fp8

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from sft.config.section import Section
 
-LayerKind = Literal["full attention", "window attention", "linear attention", "Mamba-2", "latent attention"]
+LayerKind = Literal["full attention", "window attention", "linear attention", "Mamba-2", "latent attention", "no mixer"]
 
 
 class MixerSection(Section):

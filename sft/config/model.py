@@ -7,6 +7,7 @@ from pydantic import Field
 
 from sft.config import megatron_fields
 from sft.config.full_attention import FullAttentionConfig
+from sft.config.halves import HalvesConfig, MlpKind
 from sft.config.latent_attention import LatentAttentionConfig
 from sft.config.linear_attention import LinearAttentionConfig
 from sft.config.mamba import MambaConfig
@@ -19,7 +20,7 @@ from sft.config.section import UNREPORTED, Path, Positive, Section, divisors
 MOST_LAYERS = 4096  # 126 in Llama 3.1 405B; each layer is work for this trainer before it reads a weight
 _MOST_IN_ALL = 1_000_000  # experts of all layers: 23,424 in Kimi K2
 RANDOM = "random"  # of init_from; a folder of this name is ./random
-# Sections for layers with linear or latent attention.  A layer has the kind of the first section whose `has_layer` is
+# Sections for kinds of layers.  A layer has the kind of the first section whose `has_layer` is
 # true, so latent attention, which takes all layers, comes last.
 MIXER_SECTIONS: dict[str, type[MixerSection]] = {
     "linear_attention": LinearAttentionConfig,
@@ -34,9 +35,10 @@ class ModelConfig(Section):
     hidden_size: Positive
     """Width of the residual stream."""
     ffn_hidden_size: Positive
-    """Width of the gated MLP."""
-    activation: Literal["swiglu", "geglu", "clamped_swiglu"] = "swiglu"
-    """Activation of MLP and experts: silu(gate) * up; geglu: gelu in tanh form (Gemma); or clamped (gpt-oss)."""
+    """Width of the MLP."""
+    activation: Literal["swiglu", "geglu", "clamped_swiglu", "relu2"] = "swiglu"
+    """Activation of MLP and experts: silu(gate) * up; geglu: gelu in tanh form (Gemma); or clamped (gpt-oss).  relu2:
+    max(x, 0)^2 of one projection x, without a gate (Nemotron-H)."""
     activation_limit: Annotated[float, Field(gt=0.0)] | None = None
     """clamped_swiglu: gate is at most this number, and up between -limit and limit."""
     activation_alpha: Annotated[float, Field(gt=0.0)] | None = None
@@ -90,7 +92,7 @@ class ModelConfig(Section):
     sliding_window: Positive | None = None
     """Size w of the sliding window: a token attends to itself and to the w - 1 tokens before it; null: no window."""
     sliding_window_layers: list[Positive] | None = None
-    """Layers with a sliding window, counted from 1; null means all that have no linear attention."""
+    """Layers with a sliding window, counted from 1; null means all that have no state."""
     full_attention: FullAttentionConfig = FullAttentionConfig()
     """Sizes of layers without a sliding window, where they differ from those of layers with one."""
     attention_softcap: Annotated[float, Field(gt=0.0)] | None = None
@@ -103,6 +105,8 @@ class ModelConfig(Section):
     """Layers with Mamba-2 (Nemotron 3)."""
     latent_attention: LatentAttentionConfig = LatentAttentionConfig()
     """Multi-head latent attention (DeepSeek-V3), in all layers but those of linear_attention and mamba."""
+    halves: HalvesConfig = HalvesConfig()
+    """Layers that have only one of the halves of a layer: only attention, or only an MLP."""
     rope: RopeConfig = RopeConfig()
     """Rotary position embedding."""
     moe: MoeConfig = MoeConfig()
@@ -155,11 +159,14 @@ class ModelConfig(Section):
             yield "rope.skip_layers", f"names layer {self.rope.skip_layers[-1]} of {self.num_layers}"
         if self.moe.dense_layers >= self.num_layers:
             yield "moe.dense_layers", f"leaves no layer of {self.num_layers} for experts; use moe.num_experts = null"
+        if self.moe.layers and self.moe.layers[-1] > self.num_layers:
+            yield "moe.layers", f"names layer {self.moe.layers[-1]} of {self.num_layers}"
         for name, section in self.mixer_sections.items():
             if section.named and section.named[-1] > self.num_layers:
                 yield f"{name}.layers", f"names layer {section.named[-1]} of {self.num_layers}"
             yield from section.conflicts_with(self)
         yield from self.full_attention.conflicts_with(self)
+        yield from self.halves.conflicts_with(self)
         if self.moe.own_norms and self.norm_placement != "both":
             yield "moe.own_norms", "needs norm_placement = both, whose norm on the output follows those of its parts"
         if self.value_norm and self.latent_attention.is_used:
@@ -176,6 +183,8 @@ class ModelConfig(Section):
             yield f"megatron.{megatron_fields.PERMUTE_FUSION}", "has no effect without moe.num_experts; leave it out"
 
     def _mlp_conflicts(self) -> Iterator[tuple[str, str]]:
+        if self.moe.latent_size is not None and self.mlp_bias:
+            yield "moe.latent_size", "is not supported with mlp_bias; use null"
         if self.num_layers * (self.moe.num_experts or 1) > _MOST_IN_ALL:
             yield "moe.num_experts", f"makes more than {_MOST_IN_ALL:,} experts in all layers"
         for name in ("activation_limit", "activation_alpha"):
@@ -185,7 +194,7 @@ class ModelConfig(Section):
             elif is_read and not is_set:
                 yield name, "is required with activation = clamped_swiglu (gpt-oss: limit 7, alpha 1.702)"
         if self.activation == "clamped_swiglu" and self.moe.shared_ffn_hidden_size is not None:
-            yield "activation", "must be swiglu or geglu with moe.shared_ffn_hidden_size"
+            yield "activation", "must be swiglu, geglu or relu2 with moe.shared_ffn_hidden_size"
 
     @property
     def resolved_head_dim(self) -> int:
@@ -211,6 +220,11 @@ class ModelConfig(Section):
         """Key/value heads: `num_query_groups`, or as many as query heads."""
         return self.num_query_groups or self.num_attention_heads
 
+    @property
+    def has_gate(self) -> bool:
+        """Whether MLPs and experts have a gate beside the projection up."""
+        return self.activation != "relu2"
+
     def window_of(self, layer_number: int) -> int | None:
         """The sliding window of a layer, counted from 1; None: the layer attends to all tokens before."""
         has_window = self.sliding_window_layers is None or layer_number in self.sliding_window_layers
@@ -218,30 +232,48 @@ class ModelConfig(Section):
 
     def kind_of(self, layer_number: int) -> LayerKind:
         """The kind of a layer, counted from 1."""
+        if layer_number in self.halves.without_mixer:
+            return "no mixer"
         for section in self.mixer_sections.values():
             if section.has_layer(layer_number):
                 return section.kind
         return "full attention" if self.window_of(layer_number) is None else "window attention"
 
+    def mlp_kind_of(self, layer_number: int) -> MlpKind:
+        """The second half of a layer, counted from 1."""
+        if layer_number in self.halves.without_mlp:
+            return "no MLP"
+        return "experts" if self.moe.has_layer(layer_number) else "dense"
+
     def has_experts(self, layer_number: int) -> bool:
         """Whether a layer, counted from 1, has experts in place of an MLP."""
-        return self.moe.num_experts is not None and layer_number > self.moe.dense_layers
+        return self.mlp_kind_of(layer_number) == "experts"
 
     @property
-    def without_experts(self) -> "ModelConfig":
-        """The model whose layers are all like those of moe.dense_layers."""
-        return self.model_copy(update={"moe": MoeConfig()})
+    def expert_layers(self) -> list[int]:
+        """The layers with experts, counted from 1."""
+        return [number for number in range(1, self.num_layers + 1) if self.has_experts(number)]
+
+    def with_all_mlps(self, kind: MlpKind) -> "ModelConfig":
+        """A model whose layers all have this second half; the model itself if it is such a model."""
+        every = [*range(1, self.num_layers + 1)]
+        if {self.mlp_kind_of(number) for number in every} == {kind}:
+            return self
+        moe = self.moe.model_copy(update={"dense_layers": 0, "layers": None}) if kind == "experts" else MoeConfig()
+        halves = HalvesConfig(without_mlp=every) if kind == "no MLP" else HalvesConfig()
+        return self.model_copy(update={"moe": moe, "halves": halves})
 
     @property
     def mixer_sections(self) -> dict[str, MixerSection]:
-        """The sections for layers with linear or latent attention, by name."""
+        """The sections for kinds of layers, by name."""
         return {name: getattr(self, name) for name in MIXER_SECTIONS}
 
     @property
     def stacks_layers(self) -> bool:
         """Whether a checkpoint stacks each weight over all layers in one tensor, which needs layers of equal shapes."""
         is_mixed = any(section.named for section in self.mixer_sections.values())
-        return not (is_mixed or self.moe.dense_layers or self.full_attention.is_used)
+        is_mixed = is_mixed or self.moe.is_mixed or self.halves.is_used
+        return not (is_mixed or self.full_attention.is_used)
 
     @property
     def kinds(self) -> set[LayerKind]:
@@ -270,6 +302,11 @@ class ModelConfig(Section):
     def num_layer_norms(self) -> int:
         """Norms on hidden states in a layer that have weights."""
         return (4 if self.norm_placement == "both" else 2) + 3 * self.moe.own_norms
+
+    @property
+    def expert_width(self) -> int:
+        """Width of the tokens that experts read and write."""
+        return self.moe.latent_size or self.hidden_size
 
     @property
     def resolved_expert_ffn(self) -> int:

@@ -15,12 +15,17 @@ class MoeConfig(Section):
     """Number of experts that replace the MLP of every layer but dense_layers; null means a dense model."""
     dense_layers: Annotated[int, Field(ge=0)] = 0
     """The first so many layers have an MLP of width model.ffn_hidden_size and no experts (GLM-4.5, DeepSeek-V3)."""
+    layers: list[Positive] | None = None
+    """Layers with experts, counted from 1; null means all but dense_layers (Nemotron-H has them in some)."""
     top_k: Positive | None = None
     """Number of experts that each token goes to; required with num_experts."""
     ffn_hidden_size: Positive | None = None
-    """Width of an expert's gated MLP; null means model.ffn_hidden_size."""
+    """Width of an expert's MLP; null means model.ffn_hidden_size."""
     shared_ffn_hidden_size: Positive | None = None
     """Width of the shared expert, an MLP that every token goes to (Qwen2-MoE); null means no shared expert."""
+    latent_size: Positive | None = None
+    """Experts read a projection of the token to this width, and their sum is projected back (Nemotron 3 Super); router
+    and shared expert read the token.  null: experts read the token."""
     shared_gate: bool = False
     """Multiply the output of the shared expert by sigmoid(gate), the product of the token and a learned vector."""
     own_norms: bool = False
@@ -50,6 +55,16 @@ class MoeConfig(Section):
     capacity_factor: Annotated[float, Field(gt=0.0)] | None = None
     """A rank sends an expert at most capacity_factor * tokens * top_k / num_experts tokens; null means no limit."""
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether only some layers have experts."""
+        return bool(self.dense_layers) or self.layers is not None
+
+    def has_layer(self, number: int) -> bool:
+        """Whether the layer of this number, from 1, has experts if it has an MLP."""
+        is_named = self.layers is None or number in self.layers
+        return self.num_experts is not None and number > self.dense_layers and is_named
+
     def conflicts(self) -> Iterator[tuple[str, str]]:
         experts, top_k = self.num_experts, self.top_k
         if experts is None:
@@ -63,9 +78,13 @@ class MoeConfig(Section):
         if self.own_norms and experts is not None:
             if self.shared_ffn_hidden_size is None:
                 yield "own_norms", "needs shared_ffn_hidden_size, the MLP that experts are added to"
-            for name in ("shared_gate", "router_bias", "correction_bias"):
+            for name in ("shared_gate", "router_bias", "correction_bias", "latent_size"):
                 if getattr(self, name):
                     yield name, "is not supported with own_norms: no released model has both"
+        if self.layers is not None and (not self.layers or self.layers != sorted(set(self.layers))):
+            yield "layers", "must be in increasing order, each layer once, and not empty"
+        if self.layers is not None and self.dense_layers:
+            yield "dense_layers", "has no effect with layers; use 0"
         if top_k == 1 and self.normalize_top_k:
             yield "normalize_top_k", "= true makes all weights 1 with top_k = 1; use false, or a larger top_k"
         if experts is not None:

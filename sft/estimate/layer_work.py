@@ -20,7 +20,7 @@ from sft.estimate.saved_by_layer import saving_layers
 from sft.layers.kernel_rates import BACKWARD
 from sft.layers.kinds import layer_groups
 from sft.layers.mixer import Mixer
-from sft.layers.moved import Moved, frame, total
+from sft.layers.moved import Moved, total
 from sft.parallel.layout import Layout
 
 _NOT_IN_FP8 = ("head", "router", "shared gate")
@@ -157,8 +157,9 @@ def elementwise_bytes(config: Config, layout: Layout) -> Moved:
     rank, is_portable, layers = layout.share(config), uses_portable(config), []
     for group in layer_groups(config.model):
         parts = total(
-            frame(group.model, rank, is_portable=is_portable, repeats_mixer=group.mixer.is_recomputed),
+            group.mixer.frame(rank, is_portable=is_portable),
             group.mixer.moved(config, rank, is_portable=is_portable),
+            group.mlp.frame(rank, is_portable=is_portable),
             group.mlp.moved(rank),
         )
         repeated = {"none": 0.0, "selective": parts.repeated}.get(config.train.recompute, parts.forward)

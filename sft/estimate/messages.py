@@ -65,11 +65,11 @@ class Messages:
         layout, model, recompute = self.layout, self.config.model, self.config.train.recompute
         if layout.tp == 1:
             return 0.0
-        # Share of the layers that have a dense MLP or a shared expert, which tp splits.
-        has_mlp = 1.0 if model.moe.shared_ffn_hidden_size is not None else 1 - expert_share(model)
-        blocks = 1 + has_mlp
-        mixers = sum(len(g.numbers) for g in layer_groups(model) if g.mixer.is_recomputed) / model.num_layers
-        repeated = {"none": 0, "selective": has_mlp + mixers}.get(recompute, blocks)
+        counts = [(group, len(group.numbers) / model.num_layers) for group in layer_groups(model)]
+        mlps = sum(share for group, share in counts if group.mlp.is_split_by_tp)  # dense, or with a shared expert
+        blocks = mlps + sum(share for group, share in counts if group.mixer.is_split_by_tp)
+        mixers = sum(share for group, share in counts if group.mixer.is_recomputed)
+        repeated = {"none": 0, "selective": mlps + mixers}.get(recompute, blocks)
         num = blocks + repeated  # forward and recomputation, each with a gather and a scatter
         # Nothing hides the gathers of the gradients of outputs.  Matrix products hide the second gather of inputs, and
         # the scatter of their gradients.
@@ -145,7 +145,7 @@ class Messages:
         if ranks == 1 or model.moe.num_experts is None:
             return 0.0
         sequence = layout.tp if layout.sequence_parallel else 1
-        of_token = self._tokens / sequence * (model.hidden_size * self._width + FP32 / 2) * layout.etp
+        of_token = self._tokens / sequence * (model.expert_width * self._width + FP32 / 2) * layout.etp
         times = 6 if self.config.train.repeats_layers else 4
         node, top_k = self.config.parallel.gpus_per_node, model.moe.top_k or 0
         away = max(0.0, 1 - node / ranks)  # share of the tokens that go to ranks of other nodes
@@ -216,4 +216,4 @@ def distinct(groups: float, draws: int) -> float:
 
 def expert_share(model: ModelConfig) -> float:
     """Share of the layers that have experts."""
-    return 0.0 if model.moe.num_experts is None else 1 - model.moe.dense_layers / model.num_layers
+    return len(model.expert_layers) / model.num_layers

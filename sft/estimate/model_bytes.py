@@ -12,15 +12,15 @@ from sft.layers.rank_share import FP32, RankShare
 
 def gradients_of_experts(model: ModelConfig, rank: RankShare) -> float:
     """Bytes of the weight gradients of all experts of a layer on this rank."""
-    numbers = 3 * model.hidden_size * model.resolved_expert_ffn * (model.moe.num_experts or 0)
+    numbers = (2 + model.has_gate) * model.expert_width * model.resolved_expert_ffn * (model.moe.num_experts or 0)
     return rank.width * numbers / (rank.ep * rank.etp)
 
 
 def widest_gradient(model: ModelConfig, rank: RankShare) -> float:
     """Bytes of a rank's largest weight gradient of gate and up, before it is added to the fp32 sum."""
-    dense = model.ffn_hidden_size if model.moe.dense_layers else 0
+    dense = model.ffn_hidden_size if model.moe.is_mixed else 0
     widest = max(model.resolved_expert_ffn, model.moe.shared_ffn_hidden_size or 0, dense)
-    return rank.width * model.hidden_size * 2 * widest / rank.tp
+    return rank.width * model.hidden_size * (1 + model.has_gate) * widest / rank.tp
 
 
 def loss_head(loss: LossConfig, model: ModelConfig, rank: RankShare, *, vocab_rows: float, tokens: float) -> float:
@@ -85,7 +85,7 @@ def tile_sum(stage: Stage) -> float:
     """Bytes of the fp32 sums of an MLP's weights over tiles; 0 for fp32 gradients, which are the sums themselves."""
     config, model = stage.config, stage.config.model
     is_summed = config.train.mlp_tile is not None and stage.trains_layers
-    size = 3 * model.hidden_size * model.ffn_hidden_size / stage.rank.tp
+    size = (2 + model.has_gate) * model.hidden_size * model.ffn_hidden_size / stage.rank.tp
     return FP32 * size if config.optim.gradient_bytes < FP32 and is_summed else 0.0
 
 

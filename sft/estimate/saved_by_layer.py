@@ -11,7 +11,7 @@ from sft.config import Config
 from sft.layers.kinds import LayerGroup
 from sft.layers.mixer import MixerBytes
 from sft.layers.mlps import mlp_of
-from sft.layers.rank_share import FP32, RankShare
+from sft.layers.rank_share import RankShare
 from sft.layers.second_half import RESIDUAL, Mlp
 
 
@@ -33,23 +33,15 @@ class LayerBytes:
         Llama-8B: full 8 KiB, attention_kept 16 KiB; selective 36 KiB and none 136 KiB, each plus a few bytes per head
         """
         model, rank = mixer.model, mixer.rank
-        hidden = rank.hidden(model)
-        attention = {"layer's input": hidden}
+        attention = {"layer's input": rank.hidden(model)}
         if recompute == "attention_kept":
             attention |= mixer.kept
         if recompute in ("attention_kept", "full"):
             return LayerBytes(attention=attention, mlp={})
         if recompute == "none" or not mixer.is_recomputed:
             attention |= mixer.saved
-        scales = FP32 * rank.sequence * model.num_layer_norms / 2 + mixer.norm_scales
-        attention |= {"norms' scales": scales, RESIDUAL: hidden}
-        if model.norm_placement != "pre":
-            attention["attention's projected output"] = hidden  # the input of the norm
-        if model.norm_placement != "post" and (recompute == "none" or mixer.norm_outputs_are_saved):
-            attention["normed input"] = hidden
-        if recompute == "none" or mixer.norm_outputs_are_saved:
-            attention |= mixer.norm_outputs
         half = mlp_of(model)
+        attention |= mixer.frame(recompute, half.residual(rank))
         mlp = half.saved(rank)
         if recompute == "selective":
             kept = half.kept_by_selective(norm_outputs_are_saved=mixer.norm_outputs_are_saved)
@@ -97,8 +89,8 @@ class SavingLayers:
     @property
     def waits_for_attention(self) -> float:
         """Bytes per token of these tensors while backward computes attention: without the input of the MLP's norm."""
-        residual = {RESIDUAL: self.everything.attention[RESIDUAL]}
-        return self.recomputed_attention - sum(x for name, x in residual.items() if name not in self.kept.attention)
+        is_kept = RESIDUAL in self.kept.attention
+        return self.recomputed_attention - (0.0 if is_kept else self.everything.attention.get(RESIDUAL, 0.0))
 
     @property
     def freed_before_attention(self) -> float:

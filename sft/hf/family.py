@@ -15,6 +15,7 @@ from operator import attrgetter
 from typing import Any, Literal, get_args
 
 from sft.config import ModelConfig
+from sft.config.halves import MlpKind
 from sft.config.mixer_section import LayerKind
 from sft.hf.model_keys import PLAIN, Computed
 from sft.hf.tensor_view import EXPERT, LAYER, HfTensor, HfView, View
@@ -41,7 +42,7 @@ class Rule:
     form: Form = "rows"
     is_head: bool = False  # stored only if the output is not tied to the embedding
     kind: LayerKind | None = None  # kind of the layers that have the tensor; None: all layers
-    mlp: Literal["dense", "experts"] | None = None  # MLP of the layers that have the tensor; None: all layers
+    mlp: MlpKind | None = None  # MLP of the layers that have the tensor; None: all layers
     is_buffer: bool = False  # no gradient reaches the tensor, and no optimizer changes it
     needs: str = ""  # key below `model` that is true in models with this tensor; "": all models have it
 
@@ -283,8 +284,8 @@ def _mappings_of(
 
 def _has(model: ModelConfig, layer: int | None, rule: Rule) -> bool:
     number = (layer or 0) + 1
-    mlp = "experts" if model.has_experts(number) else "dense"
-    return layer is None or (rule.kind in (None, model.kind_of(number)) and rule.mlp in (None, mlp))
+    halves = model.kind_of(number), model.mlp_kind_of(number)
+    return layer is None or (rule.kind in (None, halves[0]) and rule.mlp in (None, halves[1]))
 
 
 def views_by_tensor(mappings: Iterable[TensorMapping]) -> dict[HfTensor, list[tuple[TensorMapping, int]]]:

@@ -8,12 +8,12 @@ from sft.hf.family import Family
 from sft.hf.model_keys import PLAIN
 
 # Keys below `model` that add or move tensors, and their values in families whose tables do not name them.
-_USUAL = {"full_attention.is_used": False} | {
+_USUAL = {"full_attention.is_used": False, "has_gate": True} | {
     key: PLAIN[key]
     for key in (
         *("norm_placement", "norm_zero_centered", "value_norm", "layer_scalar", "qk_norm_across_heads"),
         *("moe.shared_ffn_hidden_size", "moe.shared_gate", "moe.own_norms", "moe.correction_bias", "moe.dense_layers"),
-        "attention_output_gate",
+        *("attention_output_gate", "moe.layers", "moe.latent_size", "halves.without_mixer", "halves.without_mlp"),
     )
 }
 
@@ -31,6 +31,7 @@ def model_family(model: ModelConfig) -> Family | None:
             bool(getattr(section, section.switch)) == (f"{name}.{section.switch}" in named)
             for name, section in model.mixer_sections.items()
         )
+        named |= {"has_gate"} if family.implied.get("activation") == "relu2" else set()
         named |= {"full_attention.is_used"} if "full_attention.keys_as_values" in named else set()
         usual = {key: value for key, value in _USUAL.items() if key not in named}
         return (

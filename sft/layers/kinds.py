@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from sft.config.halves import MlpKind
 from sft.config.mixer_section import LayerKind
 from sft.config.model import ModelConfig
 from sft.layers import mtp
@@ -79,14 +80,14 @@ def all_layer_groups(model: ModelConfig) -> list[LayerGroup]:
     """
     if _latest and _latest[0][0] is model:
         return _latest[0][1]
-    numbers: dict[tuple[LayerKind, bool, bool], list[int]] = {}
+    numbers: dict[tuple[LayerKind, MlpKind, bool], list[int]] = {}
     for number in range(1, model.num_layers + model.has_mtp + 1):
-        alike = model.kind_of(number), model.has_experts(number), number > model.num_layers
+        alike = model.kind_of(number), model.mlp_kind_of(number), number > model.num_layers
         numbers.setdefault(alike, []).append(number)
-    dense = model.without_experts if model.moe.num_experts is not None else model
+    by_mlp = {mlp: model.with_all_mlps(mlp) for mlp in dict.fromkeys(mlp for _, mlp, _ in numbers)}
     groups = []
-    for (kind, has_experts, is_mtp), of_group in numbers.items():
-        own = MIXERS[kind].narrowed(model if has_experts else dense)
+    for (kind, mlp, is_mtp), of_group in numbers.items():
+        own = MIXERS[kind].narrowed(by_mlp[mlp])
         groups.append(LayerGroup(MIXERS[kind](own), mlp_of(own), of_group, mtp.WEIGHTS if is_mtp else ()))
     _latest[:] = [(model, groups)]
     return groups
@@ -109,7 +110,8 @@ def describe(model: ModelConfig) -> str | None:
 def _kind(model: ModelConfig, number: int) -> str:
     mixer = MIXERS[model.kind_of(number)]
     skips = mixer.has_positions and number in model.rope.skip_layers
-    return mixer.described(model) + (" without rotary positions" if skips else "")
+    has_mlp = number not in model.halves.without_mlp
+    return mixer.described(model) + " without rotary positions" * skips + " and no MLP" * (not has_mlp)
 
 
 def _marks(model: ModelConfig) -> list[str]:

@@ -12,8 +12,8 @@ from typing import ClassVar, NamedTuple
 
 from sft.config import Config, ModelConfig
 from sft.config.mixer_section import LayerKind
-from sft.layers.moved import Moved
-from sft.layers.rank_share import RankShare
+from sft.layers.moved import Moved, around
+from sft.layers.rank_share import FP32, RankShare
 from sft.layers.traffic import Passes, Traffic
 from sft.layers.weight import LayerWeight
 
@@ -50,6 +50,21 @@ class MixerBytes(ABC):
     @abstractmethod
     def norm_outputs(self) -> dict[str, float]:
         """Bytes per token of the outputs of norms inside the mixer, if a layer saves them."""
+
+    def frame(self, recompute: str, residual: dict[str, float]) -> dict[str, float]:
+        """Bytes per token that a layer saves around the mixer, unless backward recomputes the whole layer.
+
+        residual: those of the residual stream after the mixer
+        """
+        model, saves_norms = self.model, recompute == "none" or self.norm_outputs_are_saved
+        hidden = self.rank.hidden(model)
+        scales = FP32 * self.rank.sequence * model.num_layer_norms / 2 + self.norm_scales
+        saved = {"norms' scales": scales, **residual}
+        if model.norm_placement != "pre":
+            saved["attention's projected output"] = hidden  # the input of the norm
+        if model.norm_placement != "post" and saves_norms:
+            saved["normed input"] = hidden
+        return saved | (self.norm_outputs if saves_norms else {})
 
     @property
     def kept(self) -> dict[str, float]:
@@ -91,6 +106,7 @@ class Mixer(ABC):
     weights: ClassVar[tuple[LayerWeight, ...]]  # the mixer's rows of the table of weights, with the norm on its input
     is_recomputed: ClassVar[bool] = False  # whether train.recompute = selective recomputes it, with its projections
     has_positions: ClassVar[bool] = True  # whether it uses rotary positions
+    is_split_by_tp: ClassVar[bool] = True  # whether tp ranks gather its inputs and sum its outputs
 
     @staticmethod
     def narrowed(model: ModelConfig) -> ModelConfig:
@@ -160,6 +176,14 @@ class Mixer(ABC):
     def state_work(self, config: Config, cp_size: int) -> StateWork:
         """The work of the recurrence in one layer, for long documents on cp_size ranks."""
         return StateWork(0.0, 0.0)
+
+    def frame(self, rank: RankShare, *, is_portable: bool) -> Moved:
+        """Bytes of the norms and the residual sum around the mixer.
+
+        With selective, the portable backend computes outputs of norms again, which Transformer Engine saves.  A mixer
+        that is computed again saves the output of the norm before it.
+        """
+        return around(self.model, rank, repeated=2.0 * (is_portable and not self.is_recomputed))
 
     @abstractmethod
     def moved(self, config: Config, rank: RankShare, *, is_portable: bool) -> Moved:

@@ -24,18 +24,13 @@ def total(*parts: Moved) -> Moved:
     return Moved(*map(sum, zip(*parts)))
 
 
-def frame(model: ModelConfig, rank: RankShare, *, is_portable: bool, repeats_mixer: bool) -> Moved:
-    """The bytes of norms and residual sums.
+def activation(model: ModelConfig, ffn: float) -> Moved:
+    """The bytes of an activation function, which is one operation.  ffn: bytes of its output"""
+    projections = 1 + model.has_gate
+    return Moved((projections + 1) * ffn, (2 * projections + 1) * ffn, (projections + 1) * ffn)
 
-    With selective, the second half of a dense layer is computed again, and the gradient of its input is copied.  The
-    portable backend also computes outputs of norms again, Transformer Engine saves them.
 
-    is_portable: whether attention runs on the portable backend
-    repeats_mixer: whether selective computes the mixer again, which saves the output of the norm before it
-    """
-    has_experts, norms = model.moe.num_experts is not None, model.num_layer_norms
-    repeated = 2.0 * (is_portable and not repeats_mixer) + (2 * is_portable if has_experts else 7)
-    if model.norm_placement == "both" and not has_experts:
-        repeated += 2
-    hidden = rank.hidden(model)
-    return Moved((2 * norms + 6) * hidden, (3 * norms + 6) * hidden, repeated * hidden)
+def around(model: ModelConfig, rank: RankShare, *, repeated: float) -> Moved:
+    """The bytes of the norms and the residual sum of a half of a layer.  repeated: hidden states, with selective"""
+    norms, hidden = model.num_layer_norms / 2, rank.hidden(model)
+    return Moved((2 * norms + 3) * hidden, (3 * norms + 3) * hidden, repeated * hidden)

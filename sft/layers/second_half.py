@@ -71,6 +71,11 @@ class Mlp(ABC):
     model: ModelConfig
     weights: ClassVar[tuple[LayerWeight, ...]]  # the MLP's rows of the table of weights, with the norm on its input
 
+    @property
+    @abstractmethod
+    def is_split_by_tp(self) -> bool:
+        """Whether tp ranks gather its inputs and sum its outputs."""
+
     def saved(self, rank: RankShare) -> dict[str, float]:
         """Bytes per token that the second half of a layer saves in addition to its input, by name.
 
@@ -81,6 +86,10 @@ class Mlp(ABC):
         saved = {NORM_SCALE: FP32 * rank.sequence * model.num_layer_norms / 2, MLP_NORM: hidden}
         saved |= {MLP_OUTPUT: hidden} if model.norm_placement == "both" else {}
         return saved | self.saved_inside(rank)
+
+    def residual(self, rank: RankShare) -> dict[str, float]:
+        """Bytes per token of the input of this half, if the half is not the first one of the layer, by name."""
+        return {RESIDUAL: rank.hidden(self.model)}
 
     @abstractmethod
     def saved_inside(self, rank: RankShare) -> dict[str, float]:
@@ -97,6 +106,10 @@ class Mlp(ABC):
     def replaced(self, work: MlpBackward) -> float:
         """Bytes of saved tensors that gradients of `in_backward` overwrite or replace."""
         return 0.0
+
+    @abstractmethod
+    def frame(self, rank: RankShare, *, is_portable: bool) -> Moved:
+        """Bytes of the norms and the residual sum around this half."""
 
     @abstractmethod
     def moved(self, rank: RankShare) -> Moved:

@@ -33,6 +33,6 @@ class SplitSizes:
         by_tp = dict(heads)  # core divides heads in any case
         for mixer in MIXERS.values():
             by_tp |= mixer.divided_by_tp(model) if mixer in mixers else {}
-        for mlp in MLPS:
+        for mlp in MLPS.values():
             by_tp |= mlp.divided_by_tp(model) if mlp in mlps else {}
         return SplitSizes(heads=heads, by_tp=by_tp, groups=groups)

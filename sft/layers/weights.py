@@ -9,6 +9,8 @@ Letters stand for the sizes in a shape.  The file of a mixer explains the letter
 
     v vocabulary    h hidden size    f MLP width    x experts    e width of an expert's MLP
     q query heads * head width    k key heads * head width    d head width    s width of the shared expert    1 one
+    F rows of an MLP's first projection: f, with a gate 2 f; E and R: those of an expert and of the shared expert
+    W width of the tokens that experts read
     P rows of the projection to queries, their gates, keys and values
     a query heads    g key heads    X experts, as the axis of a tensor that has a matrix or a vector for each expert
 """
@@ -27,7 +29,7 @@ AFTER_MLP = (
     LayerWeight("layer_scalar", "1", "ones", step=7, has="layer_scalar", is_buffer=True),
 )
 _OF_MIXERS = dict.fromkeys(weight for mixer in MIXERS.values() for weight in mixer.weights)  # mixers may share weights
-TABLE = (*_OF_MIXERS, *AFTER_MIXER, *(weight for mlp in MLPS for weight in mlp.weights), *AFTER_MLP)
+TABLE = (*_OF_MIXERS, *AFTER_MIXER, *(weight for mlp in MLPS.values() for weight in mlp.weights), *AFTER_MLP)
 _BY_KEY = {weight.key: weight for weight in TABLE}
 _IN_LAYER = re.compile(r"^(decoder\.layers|mtp\.layers\.0\.transformer_layer)\.(\d+\.)?")
 
@@ -57,6 +59,7 @@ def sizes_of(model: ModelConfig, vocab_size: int = 0) -> dict[str, int]:
     """The sizes of a model by letter: {"h": 4096, ...}."""
     queries = model.num_attention_heads * model.resolved_head_dim
     keys = model.resolved_query_groups * model.resolved_head_dim
+    projections = 1 + model.has_gate
     sizes = {
         "v": vocab_size,
         "h": model.hidden_size,
@@ -64,6 +67,10 @@ def sizes_of(model: ModelConfig, vocab_size: int = 0) -> dict[str, int]:
         "x": model.moe.num_experts or 0,
         "X": model.moe.num_experts or 0,
         "e": model.resolved_expert_ffn,
+        "F": projections * model.ffn_hidden_size,
+        "E": projections * model.resolved_expert_ffn,
+        "W": model.expert_width,
+        "R": projections * (model.moe.shared_ffn_hidden_size or 0),
         "q": queries,
         "k": keys,
         "P": queries * (1 + model.attention_output_gate) + keys * model.full_attention.num_kv_projections,

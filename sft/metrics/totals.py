@@ -163,14 +163,14 @@ class Totals:
 class ExpertLoad:
     """The load of the experts of each layer that has experts, in one step, over all ranks; float64.
 
-    first_layer: number of the first such layer, from 0
+    layers: the numbers of these layers, from 0; None: all layers
     """
 
     chosen: np.ndarray  # [layers, experts] real tokens that chose each expert, with dropped choices
     dropped: np.ndarray  # [layers] choices of real tokens beyond the experts' capacity
     aux: np.ndarray  # [layers] load-balancing loss, mean over real tokens; 0 if its coefficient is 0
     z: np.ndarray  # [layers] squared log-sum-exp of the router's scores, mean over real tokens
-    first_layer: int = 0
+    layers: Sequence[int] | None = None
 
     @property
     def imbalance(self) -> np.ndarray:
@@ -180,7 +180,8 @@ class ExpertLoad:
     @property
     def worst_layer(self) -> int:
         """The layer with the largest imbalance, from 0."""
-        return self.first_layer + int(self.imbalance.argmax())
+        row = int(self.imbalance.argmax())
+        return row if self.layers is None else self.layers[row]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from sft.layers.kernel_rates import FLASH2
 from sft.mcore.backends import kernels
-from sft.mcore.linear_attention import fla_functions, fla_kernel
+from sft.mcore.linear_attention import fla_functions, fla_kernel, ssd_fla
+from sft.mcore.linear_attention.ssd_kernel import TorchSsdKernel
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 from tests.gpu import runs
 from tests.plain_flash import PLAIN
@@ -39,9 +40,10 @@ def _replaced() -> Iterator[None]:
     train = runs.train
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "FLASH", {**kernels.FLASH, FLASH2: PLAIN})
-        patch.setattr(fla_functions, "problem", lambda: None)
+        patch.setattr(fla_functions, "problem", lambda *wanted: None)
         patch.setattr(fla_functions, "functions", lambda: None)
         patch.setattr(fla_kernel, "FlaKernel", lambda functions: TorchDeltaKernel())
+        patch.setattr(ssd_fla, "made", TorchSsdKernel)
         patch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
         patch.setattr(runs, "LONGEST", 512)
         patch.setattr(runs, "train", lambda engine, steps: train(engine, steps if len(steps) < 3 else steps[:1]))

@@ -24,7 +24,7 @@ FILES: Mapping[str, tuple[str, ...]] = {
     FFPA: (_FFPA, *_CALLS),
     REFUSED: (_FLASH4, _FFPA, *_CALLS),
     LOSS: ("sft/mcore/loss/softmax_triton.py",),
-    LINEAR: ("sft/mcore/linear_attention/fla_",),
+    LINEAR: ("sft/mcore/linear_attention/fla_", "sft/mcore/linear_attention/ssd_fla.py"),
 }
 _EVERYTHING = ("tests/kernels/",)
 _PINS = "constraints.txt"

@@ -181,7 +181,10 @@ def linear(number: int, architecture: str) -> Iterator[Compiled]:
     from sft.parallel.taps import Taps
 
     shape, (config, mixer) = list(configurations.linear().items())[number]
-    kernel = kernels.KERNELS["linear attention"](config, mixer, "cuda").kernel
+    kernel = kernels.KERNELS[mixer.kind](config, mixer, "cuda").kernel
+    if isinstance(shape, configurations.Mamba):
+        yield from _mamba(shape, kernel, driver)
+        return
     assert type(kernel).__name__ == "FlaKernel", str(kernel)
     heads, tokens, cpu = 4, 330, torch.device("cpu")
     value_heads = heads * shape.heads_per_key
@@ -226,6 +229,47 @@ def linear(number: int, architecture: str) -> Iterator[Compiled]:
     with recorded("gated norm: forward", driver, found):
         normed, _ = kernel.gated_norm(*norm, 1e-6, shape.gate)
     with recorded("gated norm: backward", driver, found):
+        normed.backward(torch.zeros_like(normed))
+    yield from found
+
+
+def _mamba(shape: configurations.Mamba, kernel: Any, driver: triton_driver.RecordingDriver) -> Iterator[Compiled]:
+    """The kernels of a layer with Mamba-2, as those of linear attention."""
+    from sft.mcore.linear_attention.recurrence import Fragments
+    from sft.mcore.linear_attention.recurrent_attention import recurrent_attention
+    from sft.mcore.linear_attention.ssd import Inputs
+    from sft.parallel.taps import Taps
+
+    assert type(kernel).__name__ == "FlaSsdKernel", str(kernel)
+    groups, tokens, cpu, found = 2, 330, torch.device("cpu"), list[Compiled]()
+    heads = groups * shape.heads_per_group
+    torch.distributed.all_to_all_single = lambda received, *x, **y: received.zero_()
+
+    def made(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.zeros(*sizes, dtype=dtype, requires_grad=True)
+
+    inner = heads * shape.head_width
+    for cp_size, cp_rank in ((1, 0), (2, 1)):
+        taps = Taps.of(np.array([0, 4, 24, 160]), shape.taps, cp_size, cp_rank)
+        x, weight, bias = made(int(taps.boundaries[-1]), inner), made(inner, shape.taps), made(inner)
+        with recorded(f"convolution, cp {cp_size}: forward", driver, found):
+            out = kernel.convolution(x, weight, kernel.convolution_plan(taps, cpu), None, bias)
+        with recorded(f"convolution, cp {cp_size}: backward", driver, found):
+            out.backward(torch.zeros_like(out))
+    of_groups, decays = (tokens, groups, shape.state_width), [made(tokens, heads, dtype=torch.float32) for _ in "ab"]
+    inputs = Inputs(made(*of_groups), made(*of_groups), made(tokens, heads, shape.head_width), *decays)
+    for linked in ([0, 1], []):
+        schedule = kernel.schedule(Fragments.of([0, 130, 264, tokens], linked=linked), heads, cpu)
+        what = "SSD, states passed" if linked else "SSD"
+        passing: Any = _Passing() if linked else None
+        with recorded(f"{what}: forward", driver, found):
+            out = recurrent_attention(inputs, schedule, kernel, passing)
+        with recorded(f"{what}: backward", driver, found):
+            out.backward(torch.zeros_like(out))
+    by_group = tokens, groups, inner // groups
+    with recorded("norm by groups: forward", driver, found):
+        normed, _ = kernel.grouped_norm(made(*by_group), made(*by_group), made(*by_group[1:]), 1e-5)
+    with recorded("norm by groups: backward", driver, found):
         normed.backward(torch.zeros_like(normed))
     yield from found
 

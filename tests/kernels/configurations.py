@@ -57,6 +57,22 @@ class Linear(NamedTuple):
         return f"{sizes}{of_channels}{'' if self.low_limit is None else ' with a limit'}"
 
 
+class Mamba(NamedTuple):
+    """Layers with Mamba-2.
+
+    heads_per_group  number of heads that share B and C
+    """
+
+    state_width: int
+    head_width: int
+    heads_per_group: int
+    taps: int
+
+    @property
+    def text(self) -> str:
+        return f"Mamba-2 {self.state_width}/{self.head_width}, {self.heads_per_group} heads a group, {self.taps} taps"
+
+
 def models() -> Iterator[tuple[str, Config]]:
     """Name and config of every recipe, and of every released model in a recipe of the least keys."""
     with TemporaryDirectory() as folder, chdir(folder):  # with a folder for each name on the hub
@@ -103,10 +119,15 @@ def _in_bf16(config: Config) -> Config:
 
 
 @cache
-def linear() -> dict[Linear, tuple[Config, Mixer]]:
-    """Shapes of layers with linear attention -> the recipe, on a GPU in bf16, and the mixer of a model with them."""
-    found: dict[Linear, tuple[Config, Mixer]] = {}
-    for _, config, mixer in _mixers():
+def linear() -> dict[Linear | Mamba, tuple[Config, Mixer]]:
+    """Shapes of layers with a recurrence -> the recipe, on a GPU in bf16, and the mixer of a model with them."""
+    found: dict[Linear | Mamba, tuple[Config, Mixer]] = {}
+    for _, config, mixer in (*_mixers(), _nemotron()):
+        if mixer.kind == "Mamba-2":
+            mamba = config.model.mamba
+            heads = (mamba.num_heads or 0) // (mamba.num_groups or 1)
+            shape: Linear | Mamba = Mamba(mamba.state_dim, mamba.head_dim, heads, mamba.conv_kernel)
+            found.setdefault(shape, (_in_bf16(config), mixer))
         if mixer.kind == "linear attention":
             sizes = config.model.linear_attention
             ratio = (sizes.num_value_heads or 0) // (sizes.num_key_heads or 1)
@@ -114,6 +135,13 @@ def linear() -> dict[Linear, tuple[Config, Mixer]]:
             shape = Linear(sizes.key_head_dim, sizes.value_head_dim, ratio, sizes.conv_kernel, *own)
             found.setdefault(shape, (_in_bf16(config), mixer))
     return found
+
+
+def _nemotron() -> tuple[str, Config, Mixer]:
+    """A layer with the sizes of Nemotron-3-Nano-30B-A3B."""
+    config = parse_recipe(_LEAST, "least", ["model.mamba={layers: [1], num_heads: 64, num_groups: 8}"]).config
+    (group,) = all_layer_groups(config.model)
+    return "nemotron 3 nano", config, group.mixer
 
 
 def text(demand: Demand) -> str:

@@ -35,6 +35,7 @@ _LINEAR = [
     "model.linear_attention={layers: [1, 2, 3], num_key_heads: 2, num_value_heads: 4, key_head_dim: 32, "
     "value_head_dim: 32}"
 ]
+_MAMBA = ["model.mamba={layers: [1, 2, 3], num_heads: 8, num_groups: 2, head_dim: 32, state_dim: 32}"]
 _LATENT = [
     *("model.latent_attention.kv_lora_rank=64", "model.latent_attention.q_lora_rank=64"),
     *("model.latent_attention.qk_nope_head_dim=32", "model.latent_attention.qk_rope_head_dim=16"),
@@ -84,6 +85,8 @@ ROWS: dict[str, tuple[list[str], int]] = {
     ),
     "linear": ([*_LINEAR, "train.recompute=none"], 1),
     "linear, full": ([*WIDE, *_LINEAR, "train.recompute=full"], 1),
+    "Mamba-2": ([*_MAMBA, "train.recompute=none"], 1),
+    "Mamba-2, cp": ([*WIDE, *_MAMBA, "train.recompute=selective", "parallel.cp=2"], 2),
     "latent": ([*_LATENT, "train.recompute=selective"], 1),
     "windows": (["model.sliding_window=256", "train.recompute=full", "parallel.cp=2"], 2),
 }

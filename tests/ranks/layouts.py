@@ -67,6 +67,10 @@ LINEAR = [
     *("model.linear_attention.key_head_dim=6", "model.linear_attention.value_head_dim=10"),
     *("model.norm_zero_centered=true", "model.rope.fraction=0.5", "model.qkv_bias=false"),
 ]  # settings of Qwen3.5
+MAMBA = [
+    "model.mamba={layers: [1, 2, 4], num_heads: 8, num_groups: 4, head_dim: 6, state_dim: 10, min_time_step: 0.01}",
+    "model.qkv_bias=false",
+]  # settings of Nemotron 3
 # From weights with standard deviation 0.2, a step of Adam turns gradient rounding into 5e-5 of the next norm.
 QWEN_MOE = [*("model.moe.shared_ffn_hidden_size=16", "model.moe.shared_gate=true", "model.init_std=0.05")]
 ROUTERS = [

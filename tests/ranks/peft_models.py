@@ -1,5 +1,6 @@
 """Adapters in peft and in our engine with the same random values: token losses, gradients and steps of both."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +92,7 @@ def adapted_weights(model: Any, values: dict[str, torch.Tensor]) -> dict[str, to
             continue
         module = name.removesuffix(".lora_A.weight")
         delta = ALPHA / RANK * values[f"{module}.lora_B.weight"] @ values[name]
+        module = re.sub(r"^backbone\.", "model.", module)  # Nemotron-H
         block, is_expert, rest = module.partition(".experts.")
         if not is_expert:
             weights[f"{module}.weight"] = weights[f"{module}.weight"] + delta
@@ -98,9 +100,10 @@ def adapted_weights(model: Any, values: dict[str, torch.Tensor]) -> dict[str, to
         number, kind = rest.split(".")
         kind = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(kind, kind)  # names in files of Mixtral
         block = block.replace("block_sparse_moe", "mlp")
-        stack = f"{block}.experts.{'down_proj' if kind == 'down_proj' else 'gate_up_proj'}"
+        is_whole = f"{block}.experts.{kind}" in weights  # without a gate, up is a stack, too
+        stack = f"{block}.experts.{kind if is_whole else 'gate_up_proj'}"
         height = weights[stack].shape[1]
-        rows = {"gate_proj": (0, height // 2), "up_proj": (height // 2, height), "down_proj": (0, height)}[kind]
+        rows = (0, height) if is_whole else {"gate_proj": (0, height // 2), "up_proj": (height // 2, height)}[kind]
         padded = torch.nn.functional.pad(delta, (0, 0, rows[0], height - rows[1]))
         is_it = torch.nn.functional.one_hot(torch.tensor(int(number)), len(weights[stack]))[:, None, None]
         weights[stack] = weights[stack] + is_it * padded

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from sft.mcore.experts import dispatch
-from sft.mcore.modules import gated_activation, norm
+from sft.mcore.modules import activation, norm
 from tests.ranks import scenarios
 from tests.ranks.layouts import MODELS
 from tests.ranks.pool import Ranks
 
 COMPILED: dict[ModuleType, tuple[str, ...]] = {
     norm: ("_forward", "_backward"),
-    gated_activation: ("_forward", "_backward"),
+    activation: ("_forward", "_backward"),
     dispatch: ("_sums",),
 }
 LIMIT = 8  # torch._dynamo.config.recompile_limit: beyond it, torch runs the function uncompiled, and only warns

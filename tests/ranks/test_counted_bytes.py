@@ -26,8 +26,8 @@ from sft.mcore.attention import torch_kernel
 from sft.mcore.attention.rope import Rotation
 from sft.mcore.experts import dispatch, grouped
 from sft.mcore.experts import layer as expert_layer
-from sft.mcore.linear_attention import torch_kernel as delta_kernel
-from sft.mcore.modules import gated_activation, norm
+from sft.mcore.linear_attention.chunked_kernel import ChunkedKernel
+from sft.mcore.modules import activation, norm
 from tests.builders import answer
 from tests.ranks import scenarios
 from tests.ranks.layouts import GPT_OSS
@@ -55,30 +55,36 @@ LATENT = [
     *("model.latent_attention.v_head_dim=32", "model.num_query_groups=null", "model.qk_norm=false"),
     "model.head_dim=null",
 ]
+MAMBA = ["model.mamba={layers: EVERY, num_heads: 8, num_groups: 2, head_dim: 32, state_dim: 64}"]
 GEMMA = ["model.norm_placement=both", "model.norm_zero_centered=true", "model.activation=geglu"]
 CASES = {
     "dense": [],
     "dense, norms on outputs": GEMMA,
     "experts": [*EXPERTS, "model.moe.shared_ffn_hidden_size=128", "model.moe.shared_gate=true"],
+    "halves": [
+        *("model.halves.without_mlp=ODD", "model.halves.without_mixer=EVEN", "model.moe.layers=EVEN", *EXPERTS),
+        *("model.moe.shared_ffn_hidden_size=128", "model.moe.latent_size=192", "model.activation=relu2"),
+    ],
     "linear": LINEAR,
     "linear, channels": [
         *LINEAR,
         *("model.linear_attention.num_key_heads=4", "model.linear_attention.decay=channel"),
         *("model.linear_attention.low_rank=64", "model.linear_attention.gate=sigmoid"),
     ],
+    "Mamba-2": MAMBA,
     "latent": LATENT,
     "gpt-oss": [*EXPERTS, *GPT_OSS, "model.sliding_window=20", "model.sliding_window_layers=EVERY"],
 }
 ONE_KERNEL: list[tuple[Any, str]] = [
     *((norm, name) for name in ("_forward", "_backward")),
-    *((gated_activation, name) for name in ("_forward", "_backward")),
+    *((activation, name) for name in ("_forward", "_backward")),
     *((fused_bias_swiglu, name) for name in ("swiglu", "swiglu_back", "weighted_swiglu", "weighted_swiglu_back")),
     (dispatch, "_sums"),
     (Rotation, "_turned"),
 ]
 UNCOUNTED: list[tuple[Any, str]] = [
     *((torch_kernel.TorchKernel, name) for name in ("forward", "backward")),
-    *((delta_kernel.TorchDeltaKernel, name) for name in ("transitions", "forward", "state_gradients", "backward")),
+    *((ChunkedKernel, name) for name in ("transitions", "forward", "state_gradients", "backward")),
 ]
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "matmul")
 VIEWS = ("_unsafe_view", "_reshape_alias", "detach", "alias", "lift_fresh")
@@ -185,8 +191,9 @@ def test_passes_of_a_layer(ranks: Ranks, name: str) -> None:
     for recompute in ("none", "selective"):
         counted, said = dict[str, float](), dict[str, float]()
         for layers, sign in zip(LAYERS, (-1, 1)):
-            every = str([*range(1, layers + 1)])
-            overrides = [text.replace("EVERY", every) for text in [*WIDE, *CASES[name]]]
+            numbers, overrides = range(1, layers + 1), [*WIDE, *CASES[name]]
+            for word, chosen in (("EVERY", numbers), ("ODD", numbers[::2]), ("EVEN", numbers[1::2])):
+                overrides = [text.replace(word, str([*chosen])) for text in overrides]
             overrides += [f"model.num_layers={layers}", f"train.recompute={recompute}"]
             (((short, long), moved),) = ranks(1).run(count, overrides)
             for part, of_equations in (("forward", moved.forward), ("backward", moved.backward + moved.repeated)):

@@ -18,7 +18,7 @@ from sft.estimate.products import attention_flops, attention_reached, head_produ
 from sft.layers.flops import TrainFlops
 from sft.layers.matrices import ModelProducts
 from sft.mcore.attention import torch_kernel
-from sft.mcore.linear_attention import torch_kernel as delta_kernel
+from sft.mcore.linear_attention.chunked_kernel import ChunkedKernel
 from sft.mcore.loss import fused
 from sft.weights.trained import trained_weights
 from tests.builders import answer
@@ -83,8 +83,8 @@ def count(overrides: list[str], samples: Sequence[Sample], tile: int = TILE) -> 
         with (
             counted.within(torch_kernel.TorchKernel, "forward", "attention"),
             counted.within(torch_kernel.TorchKernel, "backward", "attention gradients"),
-            counted.within(delta_kernel.TorchDeltaKernel, "forward", "states"),
-            counted.within(delta_kernel.TorchDeltaKernel, "backward", "states"),
+            counted.within(ChunkedKernel, "forward", "states"),
+            counted.within(ChunkedKernel, "backward", "states"),
             counted.within(fused._Loss, "forward", "head"),
             counted,
         ):
@@ -128,9 +128,14 @@ def document() -> list[Sample]:
 WINDOW = ["model.sliding_window=300", "model.sliding_window_layers=[1]"]
 SHARED = [*MOE, "model.moe.shared_ffn_hidden_size=20"]
 LINEAR_LAYER = [*LINEAR, "model.linear_attention.layers=[2]"]
+MAMBA_LAYER = ["model.mamba={layers: [2], num_heads: 4, num_groups: 2, head_dim: 6, state_dim: 10}"]
 CHANNELS = [
     *("model.linear_attention.num_key_heads=8", "model.linear_attention.decay=channel"),
     *("model.linear_attention.low_rank=8", "model.linear_attention.gate=sigmoid"),
+]
+HALVES = [  # attention alone, and then experts alone, without a gate, that read a latent
+    *("model.halves={without_mlp: [1], without_mixer: [2]}", "model.moe.layers=[2]", "model.moe.latent_size=24"),
+    "model.activation=relu2",
 ]
 FULL, SELECTIVE = "train.recompute=full", "train.recompute=selective"
 CASES = {
@@ -149,6 +154,8 @@ CASES = {
     "linear": LINEAR_LAYER,
     "linear, selective": [*LINEAR_LAYER, SELECTIVE],
     "linear, channels": [*LINEAR_LAYER, *CHANNELS],
+    "Mamba-2, selective": [*MAMBA_LAYER, SELECTIVE],
+    "halves, selective": [*SHARED, *HALVES, SELECTIVE],
     "latent": LATENT,
     "latent, full": [*LATENT, FULL],
     "routers": [*MOE, *ROUTERS, SELECTIVE],  # the first layer has no experts

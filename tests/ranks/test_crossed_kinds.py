@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sft.batch import Sample
+from sft.mcore import initial_weights
 from sft.mcore.engine import Engine
 from sft.mcore.linear_attention.delta_rule import Inputs
 from sft.weights import trained
@@ -27,6 +28,7 @@ from tests.unit.fixtures.recurrence import recurrence
 HEADS, DIM, EPS = 8, 4, 1e-5  # sizes of RECIPE
 KEY_HEADS, VALUE_HEADS, K, V = 2, 4, 6, 5
 LATENT, PLAIN, ROTARY, VALUE = 12, 6, 4, 5
+SSD_HEADS, GROUPS, P, N, LOW = 8, 4, 3, 6, 0.9  # of Mamba-2; some time steps are raised to LOW
 WINDOW, WINDOW_BASE, EXPERTS, TOP_K = 24, 500.0, 4, 2
 BLOCK_WEIGHT = 0.3  # weight of the loss of multi-token prediction
 # Relative to a gradient's norm, for four layers in fp32; measured at most 1.8e-5, and 5.2e-5 for decays, whose gradient
@@ -74,6 +76,13 @@ MODELS: dict[str, list[str]] = {
         "train.mtp=joint",
         f"train.mtp_loss_weight={BLOCK_WEIGHT}",
     ],
+    # Mamba-2, linear, Mamba-2, full
+    "Mamba-2 x linear": [
+        *LINEAR,
+        *("model.linear_attention.layers=[2]", "model.qkv_bias=false"),
+        f"model.mamba={{layers: [1, 3], num_heads: {SSD_HEADS}, num_groups: {GROUPS}, head_dim: {P}, state_dim: {N},"
+        f" min_time_step: {LOW}}}",
+    ],
     # linear, latent, latent, linear
     "linear x latent": [
         *LINEAR,
@@ -118,7 +127,7 @@ class Layer:
 
     def mix(self, x: Tensor) -> Tensor:
         if "self_attention.in_proj.weight" in self.weights:
-            return self.delta_rule(x)
+            return self.mamba(x) if "self_attention.D" in self.weights else self.delta_rule(x)
         return self.latent(x) if "self_attention.linear_q_proj.weight" in self.weights else self.softmax(x)
 
     def softmax(self, x: Tensor) -> Tensor:
@@ -159,6 +168,27 @@ class Layer:
         out, _ = recurrence(inputs, [0, len(x)], [None])
         gated = self.norm("self_attention.out_norm", out) * F.silu(z.view(-1, VALUE_HEADS, V))
         return self.linear("self_attention.out_proj", gated.flatten(1))
+
+    def mamba(self, x: Tensor) -> Tensor:
+        own = {name.removeprefix("self_attention."): weight for name, weight in self.weights.items()}
+        inner, groups = SSD_HEADS * P, GROUPS * N
+        z, mixed, raw = self.linear("self_attention.in_proj", x).split([inner, inner + 2 * groups, SSD_HEADS], -1)
+        kernel = own["conv1d.weight"]
+        mixed = F.pad(mixed.T, (kernel.shape[-1] - 1, 0))
+        values, b, c = F.silu(F.conv1d(mixed, kernel, own["conv1d.bias"], groups=len(kernel)).T).split(
+            [inner, groups, groups], -1
+        )
+        b, c = (y.view(-1, GROUPS, N).repeat_interleave(SSD_HEADS // GROUPS, 1) for y in (b, c))
+        dt, values = F.softplus(raw + own["dt_bias"]).clamp(min=LOW), values.view(-1, SSD_HEADS, P)
+        decays = torch.exp(-own["A_log"].exp() * dt)[..., None, None]
+        state, outputs = x.new_zeros(SSD_HEADS, N, P), []
+        for t in range(len(x)):
+            state = decays[t] * state + torch.einsum("hn,hp->hnp", b[t], dt[t, :, None] * values[t])
+            outputs.append(torch.einsum("hn,hnp->hp", c[t], state))
+        y = (torch.stack(outputs) + own["D"][:, None] * values).flatten(1) * F.silu(z)
+        y = y.view(len(x), GROUPS, -1)
+        y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + EPS)).flatten(1) * own["norm.weight"]
+        return self.linear("self_attention.out_proj", y)
 
     def mlp(self, x: Tensor) -> Tensor:
         if "mlp.router.weight" not in self.weights:
@@ -225,8 +255,27 @@ def inside(weights: Mapping[str, Tensor], first: str) -> dict[str, Tensor]:
 @contextmanager
 def running(overrides: Sequence[str]) -> Iterator[Engine]:
     """An engine for a model whose weights have no names in Hugging Face files."""
-    with mock.patch.object(trained, "_check_mtp"), scenarios.running(overrides) as engine:
+    with mock.patch.object(trained, "_check_mtp"), varied_weights(overrides), scenarios.running(overrides) as engine:
         yield engine
+
+
+@contextmanager
+def varied_weights(overrides: Sequence[str]) -> Iterator[None]:
+    """With Mamba-2, no weight is 0 or 1 for all of its elements, and states last for several tokens, on any layout."""
+    original = initial_weights._set_part
+
+    def set_part(shard: Any, model: Any, seed: int) -> None:
+        original(shard, model, seed)
+        if len(shard.data.shape) == 1 and shard.data.unique().numel() == 1:
+            before, axes = shard.data.clone(), shard.prepend_axis_num
+            sizes = {"shape": shard.global_shape[axes:], "offset": shard.global_offset[axes:]}
+            initial_weights.draw_in_sequence(shard.data, f"{shard.key}{shard.global_offset[:axes]}", 0.2, **sizes)
+            shard.data.add_(before)
+        if shard.key.endswith("A_log"):
+            shard.data.sub_(2.5)
+
+    with mock.patch.object(initial_weights, "_set_part", set_part if "mamba" in str(overrides) else original):
+        yield
 
 
 def weights_and_gradients(overrides: Sequence[str], packs: Sequence[Sequence[Sample]]) -> dict[str, Any]:

@@ -96,6 +96,13 @@ CASES: dict[str, Case] = {
     ),
     "granite": Case(dict(family="granite"), losses="one tp", more_losses="cp", gradients="tp_cp+selective"),
     "granite_tied": Case(dict(family="granite", tied=True), losses="pp"),
+    "arcee": Case(
+        dict(family="arcee", attention_bias=True, mlp_bias=True),
+        losses="cp",
+        more_losses="one tp pp",
+        gradients="tp_whole+full",
+        more_gradients="one tp_cp+selective pp_dp tp_tiles",
+    ),
     "smollm3": Case(
         dict(family="smollm3", tied=True, **FOUR_LAYERS), losses="pp", more_losses="one tp", more_gradients="tp_virtual"
     ),
@@ -204,6 +211,25 @@ CASES: dict[str, Case] = {
     ),
     "llama_biased": Case(
         dict(family="llama", attention_bias=True, mlp_bias=True), losses="tp", gradients="tp_whole_cp+full"
+    ),
+    "granitemoehybrid": Case(
+        dict(family="granitemoehybrid", time_step_limit=(0.01, 0.3)),
+        gradients="tp_cp_ep2+selective",
+        more_losses="one tp cp ep",
+        more_gradients="one cp4 pp_dp",
+    ),
+    # No experts, and attention with rotary positions.
+    "granite_hybrid_dense": Case(
+        dict(family="granitemoehybrid", tied=True, num_local_experts=0, position_embedding_type="rope"),
+        losses="pp",
+        more_gradients="one tp_cp+selective",
+    ),
+    "nemotron_h": Case(
+        dict(family="nemotron_h"),
+        losses="pp",
+        more_losses="one tp cp cp4 ep tp_ep cp_ep",
+        gradients="tp_cp_ep+selective tp_virtual",
+        more_gradients="one tp_ep cp+selective cp4 ep pp cp_ep+full pp_dp tp_pp+full tp_dp cp_dp dp_sharded",
     ),
     # Layers of both kinds; keys and values have unequal widths, and each key head has two value heads.
     "qwen3_5_text": Case(

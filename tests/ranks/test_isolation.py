@@ -5,7 +5,7 @@ import pytest
 from sft.batch import Sample
 from tests.builders import answer
 from tests.ranks import scenarios
-from tests.ranks.layouts import CP, EP, GEMMA, LATENT, LINEAR, MODELS, PP, SP, TP, WINDOWS
+from tests.ranks.layouts import CP, EP, GEMMA, LATENT, LINEAR, MAMBA, MODELS, PP, SP, TP, WINDOWS
 from tests.ranks.pool import Ranks
 
 # Layers 1, 2 and 4 have windows and a rotary base of their own; layer 3 has no rotary positions.
@@ -30,6 +30,7 @@ LAYOUTS = [
     (4, ["parallel.cp=4", *LINEAR]),  # documents of 64 and 96 tokens count as long
     (4, ["parallel.cp=4", *LINEAR, "run.precision=bf16"]),  # the first document counts as short
     (4, [*CP, *PP, *LINEAR, "train.recompute=selective"]),
+    (4, [*CP, *SP, *MAMBA]),
     (4, [*CP, *SP, *LATENT]),
     (4, ["parallel.cp=4", *LATENT, "run.precision=bf16", "train.recompute=full"]),
     (4, [*CP, *SP, *MODELS["routers"], *EP]),

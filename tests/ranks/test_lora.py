@@ -173,6 +173,8 @@ ROUTED_GRID = [
         # Linears of the first layer, which has no experts, and of the shared experts and experts of the other layers.
         ("glm4_moe", ["q_proj", "down_proj"], 2, [*SP, *EP]),
         ("qwen3_moe", EXPERTS, 4, [*SP, *ETP, *EP, *CP]),
+        # Mamba-2, attention, MLPs without a gate, and experts with the projections to their latent and back.
+        ("nemotron_h", ["all-linear", "experts.*"], 2, [*SP, *EP, SELECTIVE]),
         *in_grid(ROUTED_GRID),
     ],
     ids=str,

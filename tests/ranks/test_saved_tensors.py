@@ -38,6 +38,7 @@ DELTA = (
 )
 KIMI = DELTA.replace("heads: 2", "heads: 4").replace("}", ", decay: channel, gate: sigmoid}")
 LOW_RANK = KIMI.replace("}", ", low_rank: 8}")
+MAMBA = "model.mamba={layers: ALL, num_heads: 8, num_groups: 2, head_dim: 16, state_dim: 24}"
 LATENT = [
     *("model.latent_attention.kv_lora_rank=20", "model.latent_attention.q_lora_rank=16"),
     *("model.latent_attention.qk_nope_head_dim=8", "model.latent_attention.qk_rope_head_dim=4"),
@@ -50,6 +51,9 @@ KINDS = [
     *("model.full_attention={head_dim: 32, num_query_groups: 1, keys_as_values: true}", "model.qkv_bias=false"),
     "model.rope.window_base=3e3",
 ]
+
+# A layer that is only attention before each layer that is only an MLP, without a gate.
+HALVES = ["model.halves={without_mlp: ODD, without_mixer: EVEN}", "model.activation=relu2"]
 
 
 def one_document(engine: Any) -> Any:
@@ -68,7 +72,9 @@ def forward(engine: Any, microbatch: Any) -> torch.Tensor:
 def bytes_kept(overrides: Sequence[str], num_layers: int) -> int:
     """The bytes per token that exist after a forward pass."""
     numbers = range(1, num_layers + 1)
-    overrides = [x.replace("ALL", str([*numbers])).replace("ODD", str([*numbers[::2]])) for x in overrides]
+    named = {"ALL": numbers, "ODD": numbers[::2], "EVEN": numbers[1::2]}
+    for name, layers in named.items():
+        overrides = [text.replace(name, str([*layers])) for text in overrides]
     with scenarios.running([*WIDE, *overrides, f"model.num_layers={num_layers}"]) as engine:
         microbatch = one_document(engine)
         engine._set_denominator([microbatch])  # experts have losses of their own, which need a denominator
@@ -124,6 +130,11 @@ def bytes_kept(overrides: Sequence[str], num_layers: int) -> int:
         ([KIMI, "train.recompute=none"], 260 + 904 + 512 + 768 + 8 + 256 + 16 + 256 + 4 + 256 + 768 + 384 + 384 + 384),
         # two inner values of 8, in place of the projection of decays
         ([LOW_RANK, "train.recompute=none"], 260 + 808 + 512 + 776 + 256 + 16 + 256 + 4 + 256 + 768 + 384 + 384 + 384),
+        # Mamba-2: z, x of 8 x 16 (128), B, C of 2 x 24 (48), dt 8: projections 720, x, B and C 448, time steps and
+        # decays 2 x 32, output 256, fp32 scales of 2 groups 8; the bytes outside of attention; output of the norm 256
+        ([MAMBA, "train.recompute=selective"], 128 + 128 + 4),
+        ([MAMBA, "train.recompute=attention_kept"], 128 + 256),
+        ([MAMBA, "train.recompute=none"], 260 + 720 + 448 + 64 + 256 + 8 + 256 + 4 + 256 + 768 + 384 + 384 + 384),
         # latent attention: 2 x 24 (latent and rotary key); 8 queries of 12 (192), output 8 x 10 (160), log-sum-exp 32;
         # both latents before their norms, 2 x 16 and 2 x 20, each with an fp32 scale of 4
         ([*LATENT, "train.recompute=selective"], 260 + 48 + 192 + 160 + 32 + 36 + 44),
@@ -149,6 +160,12 @@ def bytes_kept(overrides: Sequence[str], num_layers: int) -> int:
             [*KINDS, "train.recompute=none"],
             (980 + 1420 + 2 * (256 + 4 + 768 + 384 + 384 + 384) + 64 + 64 + 320 + 576) // 2,
         ),
+        # the mean of two layers: only attention, the first case without the input of the MLP, 128; and only an MLP, 128
+        ([*HALVES, "train.recompute=selective"], (844 + 128) // 2),
+        ([*HALVES, "train.recompute=attention_kept"], (128 + 256 + 32 + 128) // 2),
+        # without recomputation also: normed input, 128, normed query and key, 320; normed input of the MLP with a scale,
+        # the projection, 384, and its activation, 384
+        ([*HALVES, "train.recompute=none"], (844 + 128 + 320 + 128 + 128 + 4 + 384 + 384) // 2),
         # with tiles, neither the inside of the MLP nor the output of its norm is saved
         (["train.recompute=none", "train.mlp_tile=64"], 972 + 128 + 320),
     ],
@@ -188,15 +205,23 @@ def test_attention_keeps_the_bytes_of_the_equations(ranks: Ranks, tmp_path: Path
     assert counted + first_states == predicted > 0
 
 
-@pytest.mark.parametrize("shared", [[], ["model.moe.shared_ffn_hidden_size=96", "model.moe.shared_gate=true"]])
-def test_bytes_of_a_layer_of_experts_and_token(ranks: Ranks, shared: list[str]) -> None:
+@pytest.mark.parametrize(
+    "own, more",
+    [
+        ([], 0),
+        (["model.moe.shared_ffn_hidden_size=96", "model.moe.shared_gate=true"], 0),
+        # 48 elements are sent instead of 64; the sum of the experts' outputs, which is projected back, is saved
+        (["model.moe.latent_size=48"], -2 * 32 + 96),
+    ],
+)
+def test_bytes_of_a_layer_of_experts_and_token(ranks: Ranks, own: list[str], more: int) -> None:
     """A shared expert saves nothing of its own: its input is also the input of the router.
 
     A dense layer has 972; scale of the norm 4; two choices of 64 elements that are sent to experts, 256; scores,
     probabilities, weights and masks of four experts, 56; two choices, 48."""
-    recipe = [*MOE, *shared, "train.recompute=selective"]
+    recipe = [*MOE, *own, "train.recompute=selective"]
     (two,), (four,) = (ranks(1).run(bytes_kept, recipe, layers) for layers in (2, 4))
-    assert (four - two) / 2 == pytest.approx(972 + 4 + 256 + 56 + 48, rel=MASKS_TOLERANCE)
+    assert (four - two) / 2 == pytest.approx(972 + 4 + 256 + 56 + 48 + more, rel=MASKS_TOLERANCE)
 
 
 def bytes_with_host(overrides: Sequence[str], num_layers: int) -> dict[str, int]:

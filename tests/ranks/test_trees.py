@@ -12,7 +12,7 @@ from tests.builders import answer
 from tests.ranks import scenarios
 from tests.ranks.hf_comparison import LINEAR_SEED, Models, compare_gradients, layout_of, saved_once
 from tests.ranks.hf_models import GRADIENT_TOLERANCE
-from tests.ranks.layouts import AUX, CP, LATENT, LINEAR, MODELS, MOE
+from tests.ranks.layouts import AUX, CP, LATENT, LINEAR, MAMBA, MODELS, MOE
 from tests.ranks.pool import Ranks
 from tests.tree_samples import nested
 
@@ -54,6 +54,7 @@ CASES = {
     "routers": MODELS["routers"],
     "linear": LINEAR,
     "linear_experts": MODELS["linear_experts"],
+    "Mamba-2": MAMBA,
 }
 
 

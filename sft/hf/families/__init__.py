@@ -9,6 +9,9 @@ files declare families:
     linear.py                            linear attention
     latent.py                            latent attention
     kimi_linear.py                       Kimi Delta Attention beside latent attention
+    ungated.py                           MLPs without a gate
+    mamba.py                             Mamba-2, and an MLP in each layer
+    nemotron.py                          layers that are only a mixer or only an MLP
     vision.py                            a vision tower beside a language model of another family
 
 `unsupported.py` says what other families need.
@@ -23,7 +26,10 @@ from sft.hf.families.kimi_linear import KIMI_LINEAR
 from sft.hf.families.latent import LATENT
 from sft.hf.families.linear import LINEAR_FAMILIES
 from sft.hf.families.llama import LLAMA_LIKE
+from sft.hf.families.mamba import GRANITE_HYBRID
+from sft.hf.families.nemotron import NEMOTRON
 from sft.hf.families.routed import ROUTED
+from sft.hf.families.ungated import UNGATED
 from sft.hf.families.variants import GPT_OSS, VARIANTS
 from sft.hf.families.vision import VISION
 from sft.hf.family import Family
@@ -40,6 +46,9 @@ FAMILIES = {
         *LINEAR_FAMILIES,
         *LATENT,
         *KIMI_LINEAR,
+        *UNGATED,
+        *NEMOTRON,
+        *GRANITE_HYBRID,
         *VISION,
     )
 }

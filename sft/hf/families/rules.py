@@ -165,9 +165,9 @@ def experts(block: str, gate: str, up: str, down: str, model: str = "model") -> 
         Rule(f"{_OURS}.mlp.router.weight", (View(f"{layer}.{block}.gate.weight", "x h"),)),
         Rule(
             f"{_OURS}.mlp.experts.experts.linear_fc1.weight",
-            (View(f"{expert}.{gate}.weight", "e h"), View(f"{expert}.{up}.weight", "e h")),
+            (View(f"{expert}.{gate}.weight", "e W"), View(f"{expert}.{up}.weight", "e W")),
         ),
-        Rule(f"{_OURS}.mlp.experts.experts.linear_fc2.weight", (View(f"{expert}.{down}.weight", "h e"),)),
+        Rule(f"{_OURS}.mlp.experts.experts.linear_fc2.weight", (View(f"{expert}.{down}.weight", "W e"),)),
     )
 
 

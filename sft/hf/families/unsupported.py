@@ -7,14 +7,13 @@ from typing import Any
 from sft.hf.families import FAMILIES
 
 _BIASED = "LayerNorm with biases, and an MLP without a gate"
-_MAMBA = "Mamba layers"
+_MAMBA = "layers of the first Mamba"
 _INTERLEAVED = "rotary positions on neighbouring numbers of a head"
 _TABLE = "a table of its tensors beside a router with sigmoid scores"
 
 # model_type -> what a model of the family needs, and the supported family with the most in common
 _MISSING: dict[str, tuple[str, str]] = {
     "apertus": ("the xIELU activation in an MLP without a gate", "qwen3"),
-    "arcee": ("a squared ReLU in an MLP without a gate", "llama"),
     "bloom": (f"{_BIASED}, and ALiBi", "llama"),
     "chatglm": ("code of the model's own repository", "llama"),
     "cohere": (f"LayerNorm, attention and MLP side by side, {_INTERLEAVED}, and scaled logits", "llama"),
@@ -26,13 +25,12 @@ _MISSING: dict[str, tuple[str, str]] = {
     "ernie4_5": (_INTERLEAVED, "llama"),
     "ernie4_5_moe": (f"{_INTERLEAVED}, a router with a correction bias, and dense layers", "qwen3_moe"),
     "falcon": (f"{_BIASED}, and attention and MLP side by side", "llama"),
-    "falcon_h1": (_MAMBA, "llama"),
+    "falcon_h1": ("attention and Mamba-2 side by side in a layer", "granitemoehybrid"),
     "gemma3n": ("embeddings for each layer, and several residual streams", "gemma3_text"),
     "glm": (f"{_INTERLEAVED}, on a part of each head", "llama"),
     "glm4": (f"{_INTERLEAVED}, on a part of each head, and norms before and after each block", "llama"),
     "gpt2": (f"{_BIASED}, and learned positions", "llama"),
     "gpt_neox": (f"{_BIASED}, and rotary positions on a part of each head", "llama"),
-    "granitemoehybrid": (_MAMBA, "mixtral"),
     "helium": (_INTERLEAVED, "llama"),
     "hunyuan_v1_dense": ("norms on queries and keys after the rotary positions", "qwen3"),
     "hunyuan_v1_moe": ("norms on queries and keys after the rotary positions", "qwen3_moe"),
@@ -46,9 +44,8 @@ _MISSING: dict[str, tuple[str, str]] = {
     "minicpm3": ("a table of its tensors beside latent attention", "deepseek_v3"),
     "mllama": ("layers with cross-attention to images", "llama"),
     "mpt": (f"{_BIASED}, and ALiBi", "llama"),
-    "nanochat": ("a squared ReLU in an MLP without a gate, norms without weights, and soft-capped logits", "llama"),
-    "nemotron": ("LayerNorm whose weights are offsets from 1, and a squared ReLU in an MLP without a gate", "llama"),
-    "nemotron_h": (_MAMBA, "llama"),
+    "nanochat": ("norms without weights, also on queries and keys after the rotary positions", "arcee"),
+    "nemotron": ("LayerNorm with biases", "arcee"),
     "olmo": ("norms without weights", "llama"),
     "opt": (f"{_BIASED}, and learned positions", "llama"),
     "phi": (f"{_BIASED}, and attention and MLP side by side", "phi3"),

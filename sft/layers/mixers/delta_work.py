@@ -2,8 +2,8 @@
 
 from sft.config.linear_attention import LinearAttentionConfig
 from sft.layers.mixer import StateWork
+from sft.layers.mixers.recurrent import PLAIN_CHUNK
 
-PLAIN_CHUNK = 64  # schedule.CHUNK, tokens of a chunk in plain torch
 # The work of FLA's kernels, as multiples of a forward pass.  Published for FLA 0.5.1 on H200: backward takes 2.9 to 3.0
 # times as long as forward, and over 8 ranks the maps of fragments add 1.1 to 2.1 forward passes, and the gradients of
 # states 1.9 to 2.5 (QwenLM/FlashQLA, benchmark_results_H200.txt and benchmark_cp_results_H200x8.txt).  These times are

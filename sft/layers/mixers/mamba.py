@@ -15,6 +15,7 @@ from sft.layers.mixers.recurrent import (
     BLOCKS,
     FLA_CHUNK,
     FUSED_CONVOLUTION,
+    PLAIN_CHUNK,
     PLAIN_CONVOLUTION,
     STATE_INTERVAL,
     RecurrentMixer,
@@ -25,6 +26,13 @@ from sft.layers.moved import Moved
 from sft.layers.rank_share import FP32, RankShare
 from sft.layers.weight import LayerWeight, has_input_norms
 
+# Bytes per element, in bf16, that operators read and write, forward and backward, as
+# tests/unit/mcore/linear_attention/test_moved_bytes.py counts them in plain torch: the norm by groups, the skip, which
+# is plain torch everywhere, the bias of the convolution, and a time step of a head.
+PLAIN_NORM, FUSED_NORM, SKIP, PLAIN_BIAS, TIME_STEP = (99, 189), (6, 10), (6, 32), (8, 12), (58, 118)
+# Backward, maps of fragments and gradients of states, as multiples of a forward pass: by FLA's kernels (assumed: those
+# of the delta rule without its triangular system), and by plain torch, for bytes, which take most of the time.
+FLA_WORK, PLAIN_WORK = (3.0, 0.5, 0.5), (2.4, 0.62, 0.63)
 _A = "self_attention"
 _WEIGHTS = (
     LayerWeight(f"{_A}.in_proj.layer_norm_weight", "h", "norm", step=0, has=has_input_norms),
@@ -149,13 +157,13 @@ class MambaBytes(MixerBytes):
     def fla_work(self) -> float:
         """Bytes per token of the tensors that FLA's kernels pass to each other, at the moment of backward with most.
 
-        For each head these are three tensors as wide as states (zeros, and the gradients of C and B), four as wide as
-        values (dt x, a copy that a kernel writes, and their gradients), and for each chunk the state before it and the
-        gradient of this state.
+        For each head these are the gradients of C and B, three tensors as wide as values (dt x, and its gradients from
+        two steps), and for each chunk the state before it and the gradient of this state; and for each group the
+        gradient of C, summed over heads.  tests/unit/mcore/linear_attention/test_ssd_triton.py counts the bytes.
         """
         heads = self.heads
-        of_head = 3 * heads.state_dim + 4 * heads.head_dim + 2 * heads.state_dim * heads.head_dim / FLA_CHUNK
-        return self.rank.width * heads.heads * of_head
+        of_head = 2 * heads.state_dim + 3 * heads.head_dim + 2 * heads.state_dim * heads.head_dim / FLA_CHUNK
+        return self.rank.width * (heads.heads * of_head + heads.groups * heads.state_dim)
 
 
 @dataclass(frozen=True)
@@ -205,15 +213,17 @@ class Mamba(RecurrentMixer):
         return MambaSizes.of(self.model.mamba, tp, width)
 
     def moved(self, config: Config, rank: RankShare, *, is_portable: bool) -> Moved:
-        """Bytes of the convolution (x, B, C), of the gated norm and the skip (output, gate), and of the copies of x, B
-        and C and of the gradient of the projection's output."""
-        mamba, is_fused = self.model.mamba, uses_fla(config)
-        inner = mamba.inner_width
-        channels = inner + 2 * mamba.group_width
-        pairs = zip(FUSED_CONVOLUTION if is_fused else PLAIN_CONVOLUTION, FUSED_NORM if is_fused else PLAIN_NORM)
-        forward, backward = (rank.width / 2 * (channels * conv + inner * norm) / rank.tp for conv, norm in pairs)
-        copied, joined = (rank.width * 2 * numbers / rank.tp for numbers in (channels, channels + inner))
-        return Moved(forward + copied, backward + joined, forward + copied)
+        """Bytes of the convolution (x, B, C) and its bias, of the norm, the skip and the time steps, of the copies of
+        x, B and C and of the gradient of the projection's output, and of the sum of two gradients of x."""
+        heads, is_fused = MambaSizes.of(self.model.mamba, rank.tp, rank.width), uses_fla(config)
+        convolution, norm = (FUSED_CONVOLUTION, FUSED_NORM) if is_fused else (PLAIN_CONVOLUTION, PLAIN_NORM)
+        bias = (0, 0) if is_fused else PLAIN_BIAS
+        forward, backward = (
+            rank.width / 2 * (heads.channels * (conv + of_bias) + heads.inner * (of_norm + of_skip) + heads.heads * dt)
+            for conv, of_bias, of_norm, of_skip, dt in zip(convolution, bias, norm, SKIP, TIME_STEP)
+        )
+        copied, joined = (rank.width * 2 * numbers for numbers in (heads.channels, heads.channels + heads.inner))
+        return Moved(forward + copied, backward + joined + 3 * rank.width * heads.inner, forward + copied)
 
     def state_work(self, config: Config, cp_size: int) -> StateWork:
         is_fla, links = uses_fla(config), float(cp_size > 1)
@@ -227,21 +237,13 @@ class Mamba(RecurrentMixer):
         return 2 * self.model.mamba.inner_width * self.model.mamba.state_dim
 
 
-# Bytes per element, in bf16, that the gated norm and the skip read and write, forward and backward.
-PLAIN_NORM, FUSED_NORM = (78, 190), (12, 30)
-# Backward, maps of fragments and gradients of states, as multiples of a forward pass: by FLA's kernels (assumed: those
-# of the delta rule without its triangular system), and by plain torch.
-FLA_WORK, PLAIN_WORK = (3.0, 0.5, 0.5), (2.7, 0.6, 0.8)
-_PLAIN_CHUNK = 64  # schedule.CHUNK
-
-
 def plain_forward(mamba: MambaConfig) -> tuple[float, float]:
     """FLOPs of matrix products, and bytes that operators read and write, for a token in forward in plain torch.
 
     One head takes two products with its state, [N, P], and a product with the matrix of a chunk; a group takes one.
     """
-    heads, groups, chunk = mamba.num_heads or 0, mamba.num_groups or 0, _PLAIN_CHUNK
+    heads, groups, chunk = mamba.num_heads or 0, mamba.num_groups or 0, PLAIN_CHUNK
     states, values = mamba.state_dim, mamba.head_dim
     flops = heads * (4 * states * values + 2 * chunk * values + 2 * chunk) + groups * 2 * chunk * states
-    num_bytes = heads * (8 * states + 40 * values + 80 * chunk + 16 * states * values / chunk) + groups * 40 * states
-    return float(flops), num_bytes
+    num_bytes = heads * (21 * states + 78 * values + 64 * chunk + 40 * states * values / chunk)
+    return float(flops), num_bytes + groups * 39 * states

@@ -23,6 +23,7 @@ STATE_INTERVAL = 512  # chunked_kernel.py saves a state after this many tokens: 
 BLOCK_NUMBERS = {"cpu": 2**20, "cuda": 2**24}
 BLOCKS = 6
 FLA_CHUNK = 64  # tokens of a chunk in FLA's kernels
+PLAIN_CHUNK = 64  # schedule.CHUNK, tokens of a chunk in plain torch
 # Bytes per element, in bf16, that the short convolution reads and writes, forward and backward: by plain torch in fp32,
 # as tests/unit/mcore/linear_attention/test_moved_bytes.py counts them, and by a fused kernel.
 PLAIN_CONVOLUTION, FUSED_CONVOLUTION = (68, 206), (4, 12)

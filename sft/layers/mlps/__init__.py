@@ -1,13 +1,17 @@
 """The second halves of layers: a dense MLP, and experts."""
 
+from collections.abc import Mapping
+
 from sft.config import ModelConfig
+from sft.config.halves import MlpKind
 from sft.layers.mlps.dense import DenseMlp
 from sft.layers.mlps.experts import Experts
+from sft.layers.mlps.none import NoMlp
 from sft.layers.second_half import Mlp
 
-MLPS: tuple[type[Mlp], ...] = (Experts, DenseMlp)
+MLPS: Mapping[MlpKind, type[Mlp]] = {"experts": Experts, "dense": DenseMlp, "no MLP": NoMlp}
 
 
 def mlp_of(model: ModelConfig) -> Mlp:
-    """The second half of the model's layers, which must all have experts or all have a dense MLP."""
-    return DenseMlp(model) if model.moe.num_experts is None else Experts(model)
+    """The second half of the model's layers, which must all have the same (`ModelConfig.with_all_mlps`)."""
+    return MLPS[model.mlp_kind_of(1)](model)

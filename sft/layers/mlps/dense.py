@@ -1,9 +1,9 @@
-"""A gated MLP: down(activation(gate(x)) * up(x)), with the projections gate, up and down."""
+"""An MLP: down(activation(gate(x)) * up(x)), with the projections gate, up and down; or down(activation(up(x)))."""
 
 from dataclasses import dataclass
 
 from sft.config import ModelConfig
-from sft.layers.moved import Moved
+from sft.layers.moved import Moved, activation, around
 from sft.layers.rank_share import RankShare
 from sft.layers.second_half import Mlp, MlpBackward
 from sft.layers.weight import LayerWeight, has_input_norms
@@ -15,17 +15,18 @@ _M = "mlp"
 class DenseMlp(Mlp):
     weights = (
         LayerWeight(f"{_M}.linear_fc1.layer_norm_weight", "h", "norm", step=4, has=has_input_norms),
-        LayerWeight(f"{_M}.linear_fc1.weight", "f+f h", "matrix", "rows", "mlp", 5),
-        LayerWeight(f"{_M}.linear_fc1.bias", "f+f", "bias", "rows", step=5, has="mlp_bias"),
+        LayerWeight(f"{_M}.linear_fc1.weight", "F h", "matrix", "rows", "mlp", 5),
+        LayerWeight(f"{_M}.linear_fc1.bias", "F", "bias", "rows", step=5, has="mlp_bias"),
         LayerWeight(f"{_M}.linear_fc2.weight", "h f", "matrix", "columns", "mlp", 6),
         LayerWeight(f"{_M}.linear_fc2.bias", "h", "bias", step=6, has="mlp_bias"),
     )
     num_experts = 0
+    is_split_by_tp = True
 
     def saved_inside(self, rank: RankShare) -> dict[str, float]:
-        ffn = rank.width * self.model.ffn_hidden_size / rank.tp
+        ffn, gates = rank.width * self.model.ffn_hidden_size / rank.tp, self.model.has_gate
         unfused = {} if rank.is_fused or self.model.activation != "swiglu" else {"silu and up": 2 * ffn}
-        return {"gate and up": 2 * ffn, "gated": ffn, **unfused}
+        return {"gate and up": (1 + gates) * ffn, "gated": ffn, **unfused}
 
     def kept_by_selective(self, *, norm_outputs_are_saved: bool) -> set[str]:
         return set()
@@ -38,6 +39,10 @@ class DenseMlp(Mlp):
         """Bytes of the gated activation, if it was saved.  The activation's gradient replaces it in memory."""
         return (work.saved["gated"] if "gated" in work.kept else 0.0) * work.tokens
 
+    def frame(self, rank: RankShare, *, is_portable: bool) -> Moved:
+        """Bytes of norms and the residual sum.  Selective computes this half again, and copies its input's gradient."""
+        return around(self.model, rank, repeated=7.0 + 2.0 * (self.model.norm_placement == "both"))
+
     @staticmethod
     def divided_by_tp(model: ModelConfig) -> dict[str, int]:
         return {"model.ffn_hidden_size": model.ffn_hidden_size}
@@ -46,5 +51,4 @@ class DenseMlp(Mlp):
         return {"model.ffn_hidden_size / tp": self.model.ffn_hidden_size // tp}
 
     def moved(self, rank: RankShare) -> Moved:
-        ffn = rank.width * self.model.ffn_hidden_size / rank.tp
-        return Moved(3 * ffn, 5 * ffn, 3 * ffn)
+        return activation(self.model, rank.width * self.model.ffn_hidden_size / rank.tp)

@@ -6,11 +6,12 @@ Bytes are an approximation: they assume that each rank receives equally many tok
 from dataclasses import dataclass
 
 from sft.config import ModelConfig
-from sft.layers.moved import Moved, total
+from sft.layers.moved import Moved, activation, around, total
 from sft.layers.rank_share import FP32, RankShare
 from sft.layers.second_half import MLP_NORM, MLP_OUTPUT, NORM_SCALE, Mlp, MlpBackward
 from sft.layers.weight import LayerWeight, has_input_norms
 
+LATENT = "latent of experts"  # `LayerWeight.part` of the projections to the experts' width and back
 _M, _X, _SHARED = "mlp", "mlp.experts.experts", "moe.shared_ffn_hidden_size"
 UNFUSED = "silu, up and product"  # saved on a CPU, where activation and weighting are three operations
 ROUTER = (150, 24)  # counted bytes per token and expert in forward and backward: scores, probabilities, masks, order
@@ -31,17 +32,23 @@ class Experts(Mlp):
         LayerWeight(f"{_M}.router.input_scale", "h", "ones", step=5, has="moe.own_norms"),
         LayerWeight(f"{_M}.router.expert_scale", "x", "ones", step=5, has="moe.own_norms"),
         LayerWeight(f"{_M}.expert_norm.weight", "h", "norm", step=5, has="moe.own_norms"),
-        LayerWeight(f"{_X}.linear_fc1.weight", "e+e h", "matrix", "rows", "experts", 5),
-        LayerWeight(f"{_X}.linear_fc1.bias", "e+e", "bias", "rows", step=5, has="mlp_bias"),
-        LayerWeight(f"{_X}.linear_fc2.weight", "h e", "matrix", "columns", "experts", 6),
+        LayerWeight(f"{_M}.fc1_latent_proj.weight", "W h", "matrix", "", LATENT, 5, "moe.latent_size"),
+        LayerWeight(f"{_X}.linear_fc1.weight", "E W", "matrix", "rows", "experts", 5),
+        LayerWeight(f"{_X}.linear_fc1.bias", "E", "bias", "rows", step=5, has="mlp_bias"),
+        LayerWeight(f"{_X}.linear_fc2.weight", "W e", "matrix", "columns", "experts", 6),
         LayerWeight(f"{_X}.linear_fc2.bias", "h", "bias", step=6, has="mlp_bias"),
+        LayerWeight(f"{_M}.fc2_latent_proj.weight", "h W", "matrix", "", LATENT, 6, "moe.latent_size"),
         LayerWeight(f"{_M}.expert_output_norm.weight", "h", "norm", step=5, has="moe.own_norms"),
         LayerWeight(f"{_M}.shared_norm.weight", "h", "norm", step=5, has="moe.own_norms"),
-        LayerWeight(f"{_M}.shared_experts.linear_fc1.weight", "s+s h", "matrix", "rows", "shared", 5, _SHARED),
+        LayerWeight(f"{_M}.shared_experts.linear_fc1.weight", "R h", "matrix", "rows", "shared", 5, _SHARED),
         LayerWeight(f"{_M}.shared_experts.linear_fc2.weight", "h s", "matrix", "columns", "shared", 6, _SHARED),
         LayerWeight(f"{_M}.shared_experts.gate_weight", "1 h", "matrix", "", "shared gate", 5, "moe.shared_gate"),
         LayerWeight(f"{_M}.shared_output_norm.weight", "h", "norm", step=5, has="moe.own_norms"),
     )
+
+    @property
+    def is_split_by_tp(self) -> bool:
+        return self.model.moe.shared_ffn_hidden_size is not None
 
     @property
     def num_experts(self) -> int:
@@ -49,16 +56,17 @@ class Experts(Mlp):
 
     def saved_inside(self, rank: RankShare) -> dict[str, float]:
         model, top_k = self.model, self.model.moe.top_k or 0
-        sent = rank.sequence * top_k * rank.width * model.hidden_size
+        sent = rank.sequence * top_k * rank.width * model.expert_width
         ffn = rank.sequence * top_k * rank.width * model.resolved_expert_ffn
         return {
             # For each expert an fp32 score, probability and weight, and two masks; for each choice two int64 indices
             # and two fp32 values.
             "router": rank.sequence * ((3 * FP32 + 2) * self.num_experts + 24 * top_k),
             "sent to experts": sent * rank.etp,  # each etp rank has all tokens of its expert, and a part of its width
-            "gate and up": 2 * ffn,
+            "gate and up": (1 + model.has_gate) * ffn,
             "gated": ffn,
             **({} if rank.is_fused or model.activation != "swiglu" else {UNFUSED: 3 * ffn}),
+            **({LATENT: rank.sequence * rank.width * model.expert_width} if model.moe.latent_size else {}),
             **self._shared_expert(rank),
             **self._own_norms(rank),
         }
@@ -70,7 +78,11 @@ class Experts(Mlp):
             return {}
         ffn = rank.width * model.moe.shared_ffn_hidden_size / rank.tp
         gate = {"shared expert's output and gate": rank.hidden(model) + rank.width * rank.sequence}
-        return {"shared gate and up": 2 * ffn, "shared gated": ffn, **(gate if model.moe.shared_gate else {})}
+        return {
+            "shared gate and up": (1 + model.has_gate) * ffn,
+            "shared gated": ffn,
+            **(gate if model.moe.shared_gate else {}),
+        }
 
     def _own_norms(self, rank: RankShare) -> dict[str, float]:
         """Bytes per token that the norms of moe.own_norms save: norms of the router, the shared expert and the experts.
@@ -85,7 +97,7 @@ class Experts(Mlp):
     def kept_by_selective(self, *, norm_outputs_are_saved: bool) -> set[str]:
         """Names in `saved` of the tensors that are kept.  Received tokens are kept, so no token is sent again."""
         saves_norm = norm_outputs_are_saved or self.model.norm_placement == "post"
-        kept = {NORM_SCALE, MLP_OUTPUT, "router", "sent to experts", OWN_NORMS[1], "router's norm's scale"}
+        kept = {NORM_SCALE, MLP_OUTPUT, "router", "sent to experts", LATENT, OWN_NORMS[1], "router's norm's scale"}
         return kept | ({MLP_NORM, OWN_NORMS[0]} if saves_norm else set())
 
     def in_backward(self, work: MlpBackward) -> float:
@@ -122,6 +134,9 @@ class Experts(Mlp):
         sent, inside = work.saved["sent to experts"], work.saved["gate and up"] + work.saved["gated"]
         return (max(2 * sent, inside + sent) if work.computes_at_once else 2 * sent) * work.tokens
 
+    def frame(self, rank: RankShare, *, is_portable: bool) -> Moved:
+        return around(self.model, rank, repeated=2.0 * is_portable)
+
     @staticmethod
     def divided_by_tp(model: ModelConfig) -> dict[str, int]:
         shared = model.moe.shared_ffn_hidden_size
@@ -138,21 +153,22 @@ class Experts(Mlp):
         back), of their sum, and of biases, which are weighted and added in fp32."""
         model, width = self.model, rank.width
         hidden, num_sent = rank.hidden(model), (model.moe.top_k or 0) * rank.sequence
-        sent, received = (width * count * model.hidden_size for count in (num_sent, num_sent * rank.etp))
+        sent, received = (width * count * model.expert_width for count in (num_sent, num_sent * rank.etp))
         ffn = width * num_sent * model.resolved_expert_ffn
         in_fp32 = rank.sequence * model.hidden_size * (width + FP32)
-        copies = 2 * sent + 4 * received + sent + hidden
-        forward = copies + 3 * ffn + in_fp32 + ROUTER[0] * rank.sequence * self.num_experts
-        backward = copies + 5 * ffn + 2 * in_fp32 + ROUTER[1] * rank.sequence * self.num_experts + 3 * hidden
-        own = Moved(forward, backward, 3 * ffn + 2 * received)
-        return total(own, self._biases(ffn, received * FP32 / width), self._shared_passes(rank))
+        copies = 2 * sent + 4 * received + sent + rank.sequence * width * model.expert_width
+        forward = copies + in_fp32 + ROUTER[0] * rank.sequence * self.num_experts
+        backward = copies + 2 * in_fp32 + ROUTER[1] * rank.sequence * self.num_experts + 3 * hidden
+        own = Moved(forward, backward, 2 * received)
+        return total(own, activation(model, ffn), self._biases(ffn, received * FP32 / width), self._shared_passes(rank))
 
     def _biases(self, ffn: float, received: float) -> Moved:
         """Bytes of both biases.  received: bytes of the tokens of this rank's experts in fp32"""
         if not self.model.mlp_bias:
             return Moved()
-        forward = 4 * ffn + 4 * received
-        return Moved(forward, 2 * ffn + 7.5 * received, forward)
+        first = ffn * (1 + self.model.has_gate)
+        forward = 2 * first + 4 * received
+        return Moved(forward, first + 7.5 * received, forward)
 
     def _shared_passes(self, rank: RankShare) -> Moved:
         """Bytes of the shared expert: its activation, the sums with the experts' output and of gradients, its gate."""
@@ -160,4 +176,5 @@ class Experts(Mlp):
         if model.moe.shared_ffn_hidden_size is None:
             return Moved()
         ffn, gate = rank.width * model.moe.shared_ffn_hidden_size / rank.tp, hidden * model.moe.shared_gate
-        return Moved(3 * ffn + 3 * hidden + 2 * gate, 5 * ffn + 3 * hidden + 9 * gate, 3 * ffn + 2 * hidden + 2 * gate)
+        own = Moved(3 * hidden + 2 * gate, 3 * hidden + 9 * gate, 2 * hidden + 2 * gate)
+        return total(own, activation(model, ffn))

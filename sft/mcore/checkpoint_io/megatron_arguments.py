@@ -52,7 +52,7 @@ def model_arguments(model: ModelConfig, *, padded_vocab_size: int, positions: in
 def _activation_arguments(model: ModelConfig) -> dict[str, Any]:
     """The arguments of the activation.  quick_geglu means gate * sigmoid(1.702 * gate) * (up + glu_linear_offset)."""
     if model.activation != "clamped_swiglu":
-        return dict(swiglu=model.activation == "swiglu")
+        return dict(swiglu=model.activation == "swiglu", squared_relu=model.activation == "relu2")
     return dict(
         swiglu=False,
         quick_geglu=True,
@@ -75,12 +75,13 @@ def expert_arguments(model: ModelConfig) -> dict[str, Any]:
         return {"num_experts": None}
     return dict(
         num_experts=moe.num_experts,
-        moe_layer_freq=[int(model.has_experts(i + 1)) for i in range(model.num_layers)] if moe.dense_layers else 1,
+        moe_layer_freq=[int(model.has_experts(i + 1)) for i in range(model.num_layers)] if moe.is_mixed else 1,
         moe_ffn_hidden_size=model.resolved_expert_ffn,
         moe_router_topk=moe.top_k,
         moe_router_pre_softmax=not moe.normalize_top_k,
         moe_shared_expert_intermediate_size=moe.shared_ffn_hidden_size,
         moe_shared_expert_gate=moe.shared_gate,
+        moe_latent_size=moe.latent_size,
         moe_router_score_function=moe.score_function,
         moe_router_topk_scaling_factor=None if moe.scaling_factor == 1.0 else moe.scaling_factor,
         moe_router_num_groups=None if moe.num_groups == 1 else moe.num_groups,

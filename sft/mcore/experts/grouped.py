@@ -17,8 +17,8 @@ from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor
 
+from sft.mcore.modules.activation import Activation
 from sft.mcore.modules.biases import submodules_of
-from sft.mcore.modules.gated_activation import GatedActivation
 
 _ALIGNMENT = 8  # rows of bf16 matrices in the kernel start at multiples of 16 bytes
 
@@ -101,9 +101,9 @@ class GroupedExperts(TEGroupedMLP):
     """
 
     def __init__(self, *args: Any, activation: Mapping[str, Any], **core: Any) -> None:
-        """activation: arguments of GatedActivation"""
+        """activation: arguments of Activation"""
         super().__init__(*args, **core)
-        self.gated = GatedActivation(**activation)
+        self.gated = Activation(**activation)
 
     def forward(self, tokens: Tensor, counts: Tensor, weights: Tensor) -> tuple[Tensor, None]:
         """Like `LayerByLayer.forward`.  FP8 needs more rows for each expert, which are zeros."""
@@ -117,7 +117,7 @@ class GroupedExperts(TEGroupedMLP):
         return self.quantization_unpadding(output, unpadded) if self.config.fp8 else output, None
 
 
-def with_gated_activation(experts: Any, activation: Mapping[str, Any]) -> Any:
+def with_own_activation(experts: Any, activation: Mapping[str, Any]) -> Any:
     """Core's spec of Transformer Engine's experts -> a spec of `GroupedExperts`."""
     parts = replace(submodules_of(experts), activation_func=None)
     if isinstance(experts, ModuleSpec):  # up to core 0.18
@@ -167,7 +167,7 @@ def computes_at_once(core: Any) -> bool:
     return is_on_gpu and core.bf16 and _has_kernel(torch.device("cuda"))
 
 
-def layer_by_layer(experts: Any, activation: GatedActivation | None = None) -> Any:
+def layer_by_layer(experts: Any, activation: Activation | None = None) -> Any:
     """Core's `experts`, so that linear_fc1 and linear_fc2 are each called once for all experts, with (rows, counts).
 
     Transformer Engine's experts are returned unchanged, because they do this already.
@@ -182,7 +182,7 @@ class LayerByLayer(torch.nn.Module):
     Core computes one expert after another.
     """
 
-    def __init__(self, base: SequentialMLP, activation: GatedActivation | None) -> None:
+    def __init__(self, base: SequentialMLP, activation: Activation | None) -> None:
         super().__init__()
         self.base, self._gated = base, activation
         self.linear_fc1 = _EachExpert(expert.linear_fc1 for expert in base.local_experts)

@@ -20,7 +20,7 @@ from sft.mcore.activations.recompute import recomputed
 from sft.mcore.experts.dispatch import Dispatcher
 from sft.mcore.experts.grouped import computes_at_once, layer_by_layer
 from sft.mcore.experts.router import TokenDocuments
-from sft.mcore.modules.gated_activation import GatedActivation
+from sft.mcore.modules.activation import Activation
 
 
 class ExpertLayer(MoELayer):
@@ -31,7 +31,7 @@ class ExpertLayer(MoELayer):
 
     recompute: whether backward recomputes the experts from the tokens that they have received.  The tokens are not sent
     again, and the host does not wait again for the number of tokens of each expert.
-    activation: arguments of GatedActivation; empty: core's SwiGLU
+    activation: arguments of Activation; empty: core's SwiGLU
     """
 
     experts: Any
@@ -48,7 +48,7 @@ class ExpertLayer(MoELayer):
         super().__init__(*args, pg_collection=pg_collection, **core)
         self._recompute = recompute
         if activation or computes_at_once(self.config):
-            self.experts = layer_by_layer(self.experts, GatedActivation(**activation) if activation else None)
+            self.experts = layer_by_layer(self.experts, Activation(**activation) if activation else None)
         if self.config.moe_token_dispatcher_type == "alltoall" and not self.config.moe_permute_fusion:
             own = self.local_expert_indices
             self.token_dispatcher = Dispatcher(len(own), own, config=self.config, pg_collection=pg_collection)

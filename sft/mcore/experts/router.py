@@ -271,17 +271,23 @@ def begin(chunks: Iterable[torch.nn.Module], *, loss_scale: float) -> None:
 
 def load(chunks: Iterable[torch.nn.Module], model: ModelConfig, device: torch.device) -> ExpertLoad:
     """The statistics of all ranks since `begin`.  Collective over all ranks: one all-reduce of a small table."""
-    num_experts, first = model.moe.num_experts or 0, model.moe.dense_layers
-    table = torch.zeros(model.num_layers + model.has_mtp - first, num_experts + 4, dtype=torch.float64, device=device)
+    num_experts, layers = model.moe.num_experts or 0, _layers_with_routers(model)
+    table = torch.zeros(len(layers), num_experts + 4, dtype=torch.float64, device=device)
     for router in _routers(chunks):
         if router.totals is not None:
-            table[router.layer_number - 1 - first] = router.totals
+            table[layers.index(router.layer_number - 1)] = router.totals
     dist.all_reduce(table)
     totals = table.cpu().numpy()
     chosen, rest = totals[:, :num_experts], totals[:, num_experts:]
     tokens = np.maximum(rest[:, _TOKENS], 1.0)
     aux, z = rest[:, _AUX] / tokens, rest[:, _Z] / tokens
-    return ExpertLoad(chosen=chosen, dropped=rest[:, _DROPPED], aux=aux, z=z, first_layer=first)
+    return ExpertLoad(chosen=chosen, dropped=rest[:, _DROPPED], aux=aux, z=z, layers=layers)
+
+
+def _layers_with_routers(model: ModelConfig) -> list[int]:
+    """The numbers of the layers with experts, from 0.  The block for multi-token prediction is one more layer."""
+    last = model.num_layers + model.has_mtp
+    return [number - 1 for number in range(1, last + 1) if model.has_experts(number)]
 
 
 def update_biases(chunks: Iterable[torch.nn.Module], load: ExpertLoad, rate: float) -> None:
@@ -293,7 +299,8 @@ def update_biases(chunks: Iterable[torch.nn.Module], load: ExpertLoad, rate: flo
     """
     for router in _routers(chunks):
         assert router.expert_bias is not None
-        counts = load.chosen[router.layer_number - 1 - load.first_layer]  # whole numbers, exact in float64
+        row = router.layer_number - 1 if load.layers is None else load.layers.index(router.layer_number - 1)
+        counts = load.chosen[row]  # whole numbers, exact in float64
         signs = np.sign(counts.sum() - len(counts) * counts)
         router.expert_bias += torch.from_numpy(np.float32(rate) * signs.astype(np.float32)).to(router.expert_bias)
 

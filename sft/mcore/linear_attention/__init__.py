@@ -1,4 +1,4 @@
-"""Layers with a state of fixed size instead of keys, such as Gated DeltaNet (arXiv:2412.06464).
+"""Recurrences: layers with a state of fixed size instead of keys.
 
 All recurrences share:
 
@@ -10,9 +10,5 @@ chunked_kernel.py       a kernel in plain torch; schedule.py: the order of its c
 fla_recurrence.py       the frame of a kernel of flash-linear-attention (FLA); fla_functions.py: the functions that are
                         called; fla_layer.py: its convolution
 
-The gated delta rule:
-
-delta_rule.py           its inputs and the interface of its kernels; gated_norm.py: the norm after it
-torch_kernel.py         a kernel in plain torch; chunks.py: the products of a block
-fla_kernel.py           a kernel of FLA; fla_rule.py: the rule; fla_compilation.py: compiles it before the first pass
+Each recurrence has further files, which the module of its layer names: sft/mcore/model/gated_delta_net.py, for example.
 """

@@ -15,12 +15,12 @@ from sft.mcore import fp8, pipeline
 from sft.mcore.attention import rope
 from sft.mcore.backend import AttentionBackend, params_dtype
 from sft.mcore.device import CPU_TRANSFORMER_FIELDS
-from sft.mcore.modules.gated_activation import GatedActivation
+from sft.mcore.modules.activation import Activation
 from sft.parallel.layout import Layout
 
 # torch compiles the fused functions that Transformer Engine lacks.  With TORCHDYNAMO_DISABLE=1 they run uncompiled.
 _CUDA_TRANSFORMER_FIELDS = dict(bias_activation_fusion=True)
-# For a GatedActivation.  Core passes gate and up together only to an activation of Transformer Engine.  With these
+# For an Activation.  Core passes gate and up together only to an activation of Transformer Engine.  With these
 # fields core builds one, and the layer spec names our class for it.
 _OWN_ACTIVATION = dict(bias_activation_fusion=False, use_te_activation_func=True)
 # Core recomputes whole layers.  `layer.py` recomputes only the second half of a layer.
@@ -51,7 +51,7 @@ def transformer_config(
         add_qkv_bias=model.qkv_bias,
         attention_output_gate=model.attention_output_gate,
         hetereogenous_dist_checkpoint=not model.stacks_layers,  # core then gives each layer its own tensors
-        gated_linear_unit=True,
+        gated_linear_unit=model.has_gate,
         activation_func=torch.nn.functional.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -74,7 +74,7 @@ def transformer_config(
             **backend.transformer_fields,
             **dict(gradient_accumulation_fusion=fuses),
             **(CPU_TRANSFORMER_FIELDS if device_type == "cpu" else _CUDA_TRANSFORMER_FIELDS),
-            **(_OWN_ACTIVATION if GatedActivation.fields(model) else {}),
+            **(_OWN_ACTIVATION if Activation.fields(model) else {}),
         },
         **(_FULL_RECOMPUTE if config.train.repeats_layers else {}),
     )
@@ -132,7 +132,7 @@ def _expert_fields(model: ModelConfig, layout: Layout) -> dict[str, Any]:
         moe_expert_capacity_factor=moe.capacity_factor,
         moe_shared_expert_intermediate_size=moe.shared_ffn_hidden_size,
         moe_shared_expert_gate=moe.shared_gate,
-        moe_layer_freq=[int(model.has_experts(i + 1)) for i in range(model.num_layers)] if moe.dense_layers else 1,
+        moe_layer_freq=[int(model.has_experts(i + 1)) for i in range(model.num_layers)] if moe.is_mixed else 1,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
     )

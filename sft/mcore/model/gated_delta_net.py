@@ -9,6 +9,12 @@ In Kimi Delta Attention a is as wide as k, and the gate on the output is a sigmo
 and a are products of two matrices; every tensor-parallel rank has the whole of the first one.
 
 Tensor-parallel ranks divide key heads among them; a rank also has the value heads that its key heads serve.
+
+In sft/mcore/linear_attention:
+
+delta_rule.py    the inputs of the rule and the interface of its kernels; gated_norm.py: the norm after it
+torch_kernel.py  a kernel in plain torch; chunks.py: the products of a block
+fla_kernel.py    a kernel of FLA; fla_rule.py: the rule; fla_compilation.py: compiles it before the first pass
 """
 
 from functools import partial

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.extensions.transformer_engine import te_checkpoint
+from megatron.core.transformer.identity_op import IdentityFuncOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
@@ -61,9 +62,10 @@ class Layer(TransformerLayer):
         if output_norm is not None:
             sizes = dict(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
             self.post_self_attn_layernorm, self.post_mlp_layernorm = output_norm(**sizes), output_norm(**sizes)
-        if output_norm is not None or residual_multiplier != 1.0:
-            self.self_attn_bda = _ResidualSum(self.post_self_attn_layernorm, residual_multiplier)
-            self.mlp_bda = _ResidualSum(self.post_mlp_layernorm, residual_multiplier)
+        own_sums = {"self_attn_bda": self.post_self_attn_layernorm, "mlp_bda": self.post_mlp_layernorm}
+        for name, norm in own_sums.items() if output_norm is not None or residual_multiplier != 1.0 else ():
+            if not isinstance(getattr(self, name), IdentityFuncOp):  # of a half that the layer lacks
+                setattr(self, name, _ResidualSum(norm, residual_multiplier))
         for weight in self.parameters() if frees_memory else ():
             stays = weight.is_cuda or not torch.cuda.is_available()  # the others are moved to the GPU later
             if stays and weight.dtype == config.params_dtype:

@@ -1,24 +1,27 @@
 """The spec of one transformer layer: the attention backend's modules, with this trainer's layer, router and experts."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.core.transformer import ModuleSpec
 
 from sft.config import Config
+from sft.config.halves import MlpKind
 from sft.mcore.backend import AttentionBackend
 from sft.mcore.experts.spec import with_experts
+from sft.mcore.model.halves import without_mlp
 from sft.mcore.model.layer import Layer
 from sft.mcore.model.mixers import with_mixer
-from sft.mcore.modules.biases import bias_mlp, submodules_of, with_bias
-from sft.mcore.modules.gated_activation import GatedActivation
+from sft.mcore.modules.activation import Activation
+from sft.mcore.modules.biases import bias_mlp, submodules_of
+from sft.mcore.modules.library import ModuleLibrary
 
 
 def layer_spec(config: Config, backend: AttentionBackend, tp_group: Any, layer_number: int) -> ModuleSpec:
     """The spec of one transformer layer.  layer_number: the layer's number, from 1"""
-    model, train = config.model, config.train
-    is_selective, has_experts = train.recompute == "selective", model.has_experts(layer_number)
-    spec = backend.with_attention(backend.library.layer_spec(has_experts=has_experts, tp_group=tp_group))
-    spec = with_mixer(spec, config, backend, layer_number)
+    model, kind = config.model, config.model.mlp_kind_of(layer_number)
+    spec = backend.library.layer_spec(has_experts=kind == "experts", tp_group=tp_group)
+    spec = with_mixer(backend.with_attention(spec), config, backend, layer_number)
     spec.module = Layer
     spec.params = {
         "residual_multiplier": model.residual_multiplier,
@@ -26,14 +29,27 @@ def layer_spec(config: Config, backend: AttentionBackend, tp_group: Any, layer_n
         "has_scalar": model.layer_scalar,
         "frees_memory": config.parallel.shard == "weights",
     }
-    if model.attention_output_bias:
-        attention = spec.submodules.self_attention.submodules
-        attention.linear_proj = with_bias(attention.linear_proj)
+    return _SECOND_HALVES[kind](spec, config, backend.library)
+
+
+def _dense(spec: ModuleSpec, config: Config, library: ModuleLibrary) -> ModuleSpec:
+    model, train = config.model, config.train
     if model.mlp_bias:
-        bias_mlp(spec.submodules.mlp, has_experts=has_experts)
-    if has_experts:
-        return with_experts(spec, model, backend.library, recompute=is_selective)
-    if GatedActivation.fields(model):
-        submodules_of(spec.submodules.mlp).activation_func = GatedActivation.spec(model)
-    spec.params |= {"recompute": is_selective or train.mlp_tile is not None, "tile": train.mlp_tile}
+        bias_mlp(spec.submodules.mlp, has_experts=False)
+    if Activation.fields(model):
+        submodules_of(spec.submodules.mlp).activation_func = Activation.spec(model)
+    spec.params |= {"recompute": train.recompute == "selective" or train.mlp_tile is not None, "tile": train.mlp_tile}
     return spec
+
+
+def _experts(spec: ModuleSpec, config: Config, library: ModuleLibrary) -> ModuleSpec:
+    if config.model.mlp_bias:
+        bias_mlp(spec.submodules.mlp, has_experts=True)
+    return with_experts(spec, config.model, library, recompute=config.train.recompute == "selective")
+
+
+_SECOND_HALVES: Mapping[MlpKind, Callable[[ModuleSpec, Config, ModuleLibrary], ModuleSpec]] = {
+    "dense": _dense,
+    "experts": _experts,
+    "no MLP": lambda spec, config, library: without_mlp(spec),
+}

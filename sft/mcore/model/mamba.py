@@ -5,6 +5,12 @@
     y = recurrence of C, B, x, g, dt, plus D * x            output = projection of norm by groups(y * silu(z))
 
 Tensor-parallel ranks divide groups among them; a rank also has the heads that its groups serve.
+
+In sft/mcore/linear_attention:
+
+ssd.py         the inputs of the recurrence, time steps, and the interface of kernels; grouped_norm.py: what follows it
+ssd_kernel.py  a kernel in plain torch; ssd_chunks.py: the products of a block
+ssd_fla.py     a kernel of FLA
 """
 
 from functools import partial

@@ -18,8 +18,10 @@ from sft.layers.kinds import layer_groups, model_of_kind
 from sft.mcore.backend import AttentionBackend, PackedDocuments
 from sft.mcore.latent_attention import multi_latent_attention
 from sft.mcore.model import gated_delta_net, mamba, recurrent_layer
+from sft.mcore.model.halves import without_mixer
 from sft.mcore.model.head_chunks import with_head_chunks
 from sft.mcore.model.own_heads import with_own_heads
+from sft.mcore.modules.biases import with_bias
 from sft.parallel.branches import Branches
 from sft.parallel.cp_group import CpGroup
 
@@ -45,6 +47,9 @@ class MixerModule(NamedTuple):
 def _softmax(spec: ModuleSpec, config: Config, model: ModelConfig, backend: AttentionBackend) -> ModuleSpec:
     has_own_heads = config.model.full_attention.is_used or model.value_norm
     spec = with_own_heads(spec, model) if has_own_heads else spec
+    if model.attention_output_bias:
+        attention = spec.submodules.self_attention.submodules
+        attention.linear_proj = with_bias(attention.linear_proj)
     chunks = config.train.head_chunks
     return spec if chunks is None else with_head_chunks(spec, chunks)
 
@@ -65,6 +70,7 @@ MIXER_MODULES: Mapping[LayerKind, MixerModule] = {
     "latent attention": MixerModule(
         multi_latent_attention.install, arguments=multi_latent_attention.megatron_arguments
     ),
+    "no mixer": MixerModule(lambda spec, config, model, backend: without_mixer(spec)),
 }
 
 

@@ -20,7 +20,7 @@ from sft.hf.model_family import model_family
 from sft.hf.tensor_view import HfView
 from sft.layers.adapters import AdaptedWeight, Adapter, names_of
 from sft.layers.weights import is_of_layer, weight_of
-from sft.weights.lora.peft.targets import lost_by_peft
+from sft.weights.lora.peft.targets import is_refused, lost_by_peft
 
 _WEIGHT = ".weight"
 _LAYERS = "decoder.layers."
@@ -71,9 +71,10 @@ def kinds_of(family: Family, model: ModelConfig) -> dict[str, str]:
 
 
 def not_adaptable(model: ModelConfig) -> list[str]:
-    """Values for lora.exclude: ends of names of the Linears that all-linear selects and that cannot have an adapter.
+    """Values for lora.exclude: ends of names of the Linears that all-linear selects, and that cannot have an adapter
+    here or in PEFT.
 
-    Qwen3.6-35B-A3B -> ["shared_expert_gate"]
+    Qwen3.6-35B-A3B -> ["shared_expert_gate"]        Nemotron 3 -> ["out_proj"]
     Gemma 4 with experts -> ["router.proj"]; "proj" alone could match other Linears
 
     Raises ConfigError if no family has the tensors of the model.
@@ -84,7 +85,8 @@ def not_adaptable(model: ModelConfig) -> list[str]:
             "lora.targets names Linears of a Hugging Face model, but no table has the tensors of `model`."
         )
     kinds = kinds_of(family, model)
-    refused = [name for name in _matches(ALL_LINEAR, kinds, "lora.targets") if kinds[name] != "linear"]
+    selected = _matches(ALL_LINEAR, kinds, "lora.targets")
+    refused = [name for name in selected if kinds[name] != "linear" or is_refused(name)]
     parts = [name.split(".") for name in refused]
     return sorted({part[-1] if "_" in part[-1] else ".".join(part[-2:]) for part in parts})
 

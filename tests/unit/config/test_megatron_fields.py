@@ -11,7 +11,7 @@ REFUSED = {  # field, value, release of megatron-core
     ("hybrid_context_parallel", True, "0.16.1"): "has its own key; use parallel.dynamic_cp",
     ("cpu_offloading", True, "0.19.2"): "has its own key; use train.offload_fraction",
     ("hidden_dropout", 0.1, "0.16.1"): f"is decided by the trainer, and no key changes it; leave it out.  {MAY}",
-    ("mamba_state_dim", 64, "0.19.2"): f"has no effect in this trainer; leave it out.  {MAY}",
+    ("is_hybrid_model", True, "0.19.2"): f"has no effect in this trainer; leave it out.  {MAY}",
     ("test_mode", True, "0.16.1"): f"is not proven: no test has trained a step with it; leave it out.  {MAY}",
     ("foo", 1, "0.16.1"): f"is not a field of megatron-core's TransformerConfig; leave it out.  {MAY}",
     ("moe_permute_fusion", True, "0.16.1"): "; expected false",

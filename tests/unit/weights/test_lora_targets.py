@@ -11,6 +11,7 @@ from sft.hf.architecture import architecture, read
 from sft.layers.adapters import AdaptedWeight, Adapter
 from sft.recipe.load import parse_recipe
 from sft.weights.lora.base_digest import _digest_of
+from sft.weights.lora.peft.targets import lost_by_peft
 from sft.weights.lora.targets import select
 from sft.weights.trained import trained_weights
 from tests.unit.fixtures import hf
@@ -24,7 +25,15 @@ train: {{num_steps: 1, global_batch_size: 1}}
 optim: {{lr: 1e-3}}
 """
 STACKED = ("qwen3_moe", "mixtral", "olmoe", "granitemoe")  # peft also adapts their experts, which transformers stacks
-OTHERS = (*STACKED, "qwen2_moe", "qwen3_next", "qwen3_5_moe_text", *hf.ROUTED_FAMILIES, *hf.LATENT_FAMILIES)
+OTHERS = (
+    *STACKED,
+    "qwen2_moe",
+    "nemotron_h",
+    "qwen3_next",
+    "qwen3_5_moe_text",
+    *hf.ROUTED_FAMILIES,
+    *hf.LATENT_FAMILIES,
+)
 
 
 def selected(folder: Path, targets: list[str], exclude: list[str] | None = None) -> list[AdaptedWeight]:
@@ -44,6 +53,21 @@ def test_all_linear_is_that_of_peft(tmp_path: Path, family: str) -> None:
     theirs = peft.get_peft_model_state_dict(peft.get_peft_model(hf.load(folder), settings))
     expected = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in theirs}
     assert len(expected) >= 8 and set(names(selected(folder, ["all-linear"]))) == expected
+
+
+def test_linears_of_nemotron_h(tmp_path: Path) -> None:
+    """PEFT refuses out_proj of Mamba-2 with all-linear; it has our names of all others, with another first part."""
+    folder = hf.save(tmp_path / "model", "nemotron_h")
+    ours = {name.replace("backbone.", "model.") for name in names(selected(folder, ["all-linear"]))}
+    wanted = sorted({name.rpartition(".")[2] for name in ours} - {"out_proj"})
+    settings = peft.LoraConfig(r=2, target_modules=wanted, task_type="CAUSAL_LM")
+    theirs = peft.get_peft_model_state_dict(peft.get_peft_model(hf.load(folder), settings))
+    expected = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in theirs}
+    outputs = {name for name in ours if name.endswith(".out_proj")}
+    assert len(outputs) == 2 and ours - outputs == expected
+    lost = lost_by_peft(sorted(ours), rslora=False)
+    assert lost is not None and "model.layers.0.mixer.out_proj" in lost and "lora.exclude=[out_proj]" in lost
+    assert lost_by_peft(sorted(ours - outputs), rslora=False) is None
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")
 _GATE_UP = ({"gate_proj", "up_proj"}, {"w1", "w3"})  # w1, w2, w3: Mixtral
 _DOWN = ({"down_proj"}, {"w2"})
+_BACKBONE = re.compile(r"^backbone\.")
 _TEXT = re.compile(r"(?:model\.language_model|language_model\.model|model)\.(?=layers\.|embed_tokens\b|norm\b)")
 
 
@@ -21,10 +22,11 @@ def module_of(tensor: str, *, has_vision: bool = False) -> str:
 
     model.layers.0.self_attn.q_proj.weight -> model.layers.0.self_attn.q_proj
     With has_vision: model.language_model.layers.0.self_attn.q_proj, the name of the module in transformers 5
+    backbone.layers.0.mixer.q_proj.weight, of Nemotron-H -> model.layers.0.mixer.q_proj
     """
     module = tensor.removesuffix(".weight")
     if not has_vision:
-        return module
+        return _BACKBONE.sub("model.", module)
     if text := _TEXT.match(module):
         return f"model.language_model.{module[text.end() :]}"
     return module.removeprefix("language_model.")
@@ -65,11 +67,21 @@ def expert_options(modules: Iterable[str], rank: int, alpha: float) -> dict[str,
     return options
 
 
+def is_refused(module: str) -> bool:
+    """Whether PEFT refuses to adapt a module of this name: the output of Mamba-2 in Nemotron-H."""
+    return module.endswith(".mixer.out_proj")
+
+
 def lost_by_peft(modules: Iterable[str], *, rslora: bool) -> str | None:
     """Why PEFT would not compute the trained function with adapters of these modules; None if it would.
 
     PEFT 0.21.2 often reads such a folder without an error, but leaves adapters out or scales them wrongly.
     """
+    modules = list(modules)
+    if refused := next(filter(is_refused, modules), None):
+        return (
+            f"PEFT refuses adapters of {refused}, whose weight a kernel reads.  lora.exclude=[out_proj] leaves it out"
+        )
     blocks: defaultdict[str, defaultdict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for module in modules:
         if match := _EXPERT.fullmatch(module):

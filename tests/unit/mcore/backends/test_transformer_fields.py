@@ -116,8 +116,9 @@ def test_parts_of_heads_and_offsets_of_norms_under_the_names_of_megatron_lm(monk
         assert fields(monkeypatch, device_type, "model.norm_zero_centered=true")["layernorm_zero_centered_gamma"]
 
 
-def test_other_gated_activations_take_the_place_of_transformer_engine_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_activations_take_the_place_of_transformer_engine_s(monkeypatch: pytest.MonkeyPatch) -> None:
     portable = "attention.backend=portable"
-    for overrides, is_own in (([], False), (["model.activation=geglu"], True)):
-        found = fields(monkeypatch, "cuda", portable, *overrides)
+    for activation, is_own in (("swiglu", False), ("geglu", True), ("relu2", True)):
+        found = fields(monkeypatch, "cuda", portable, f"model.activation={activation}")
         assert (found.get("use_te_activation_func", False), found["bias_activation_fusion"]) == (is_own, not is_own)
+        assert found["gated_linear_unit"] is (activation != "relu2")

@@ -72,7 +72,7 @@ def test_a_step_of_the_bias(monkeypatch: pytest.MonkeyPatch) -> None:
     its own."""
     routers = [SimpleNamespace(layer_number=n, expert_bias=torch.full((3,), 0.5)) for n in (2, 3)]
     monkeypatch.setattr(router, "_routers", lambda chunks: routers)
-    load: Any = SimpleNamespace(chosen=np.array([[6.0, 2.0, 4.0], [1.0, 1.0, 2.0]]), first_layer=1)
+    load: Any = SimpleNamespace(chosen=np.array([[6.0, 2.0, 4.0], [1.0, 1.0, 2.0]]), layers=[1, 2])
     router.update_biases([], load, 0.125)
     assert routers[0].expert_bias.tolist() == [0.375, 0.625, 0.5]
     assert routers[1].expert_bias.tolist() == [0.625, 0.625, 0.375]

@@ -7,7 +7,6 @@ multiplies the bits of bf16 numbers as integers, so the narrow dtype here is fp1
 
 import gc
 import sys
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.fixtures import triton_interpreter
 
@@ -37,6 +35,7 @@ from sft.parallel.cp_group import CpGroup  # noqa: E402
 from sft.parallel.taps import Taps  # noqa: E402
 from tests.builders import parsed  # noqa: E402
 from tests.unit.fixtures.fla_variants import interpret, keep_one_variant  # noqa: E402
+from tests.unit.fixtures.live import Live  # noqa: E402
 from tests.unit.fixtures.recurrence import OneProcess, recurrence  # noqa: E402
 
 KEY_HEADS, VALUE_HEADS = 1, 2
@@ -208,29 +207,6 @@ def test_decays_of_channels_and_the_sigmoid_gate_are_those_of_plain_torch(fla: F
         gradients = torch.autograd.grad((out, decay), leaves, grads)
         results.append([out, scale, decay, *gradients, kernel.gated(x, gate, weight, scale, 1e-6, "sigmoid")])
     assert max(distances(*results)) < TOLERANCE
-
-
-class Live(TorchDispatchMode):
-    """Counts the bytes of storages that exist, from their first tensor on, without those of `others`."""
-
-    def __init__(self, *others: Tensor) -> None:
-        super().__init__()
-        self.known, self.now, self.most = {x.untyped_storage()._cdata for x in others}, 0, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        gc.collect()  # the interpreter leaves cycles
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self.known:
-                self.known.add(storage._cdata)
-                weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
-                self.now += storage.nbytes()
-        self.most = max(self.most, self.now)
-        return out
-
-    def _freed(self, address: int, num_bytes: int) -> None:
-        self.known.remove(address)
-        self.now -= num_bytes
 
 
 def test_the_memory_of_a_backward_pass(fla: FlaKernel) -> None:

@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft.config.linear_attention import LinearAttentionConfig
-from sft.layers.mixers.delta import PLAIN_CONVOLUTION, PLAIN_DECAY, PLAIN_NORM
+from sft.config.mamba import MambaConfig
+from sft.layers.mixers import mamba
+from sft.layers.mixers.delta import PLAIN_DECAY, PLAIN_NORM
 from sft.layers.mixers.delta_work import (
     CHANNEL_BACKWARD,
     CHANNEL_MAPS,
@@ -23,10 +25,14 @@ from sft.layers.mixers.delta_work import (
     PLAIN_STATE_GRADIENTS,
     plain_forward,
 )
+from sft.layers.mixers.recurrent import PLAIN_CONVOLUTION
+from sft.mcore.linear_attention import ssd
 from sft.mcore.linear_attention.delta_rule import Inputs
 from sft.mcore.linear_attention.gated_norm import _GatedNorm
+from sft.mcore.linear_attention.grouped_norm import grouped_norm, skip
 from sft.mcore.linear_attention.recurrence import Fragments
 from sft.mcore.linear_attention.short_convolution import ConvolutionPlan, short_convolution
+from sft.mcore.linear_attention.ssd_kernel import TorchSsdKernel
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 from sft.parallel.taps import Taps
 
@@ -155,3 +161,58 @@ def test_the_delta_rule_in_plain_torch(sizes: tuple[int, int, int, int], monkeyp
         if keys == 128 and not by_channel:
             ratios = [one / base for one, base in zip(found[name], found["forward"])]
             assert ratios == pytest.approx([multiple] * 2, rel=PASS_TOLERANCE), name
+
+
+def test_what_surrounds_mamba_in_plain_torch() -> None:
+    """The norm by groups, the skip, the bias of the convolution, and time steps of 8 heads."""
+    x, y, gate, weight = *(random(TOKENS, HEADS, WIDTH) for _ in "xyg"), random(HEADS, WIDTH)
+    factors, raw, of_heads = random(HEADS), random(TOKENS, 8), (random(8), random(8))
+    plan = ConvolutionPlan.of(Taps.of(np.array([0, TOKENS]), NUM_TAPS, 1, 0), torch.device("cpu"))
+    channels, taps, bias = random(TOKENS, CHANNELS), random(CHANNELS, NUM_TAPS), random(CHANNELS)
+    found = [
+        moved(lambda: grouped_norm(x, gate, weight, 1e-6)[0], (x, gate, weight)),
+        moved(lambda: skip(y, x, factors), (y, x, factors)),
+        moved(lambda: short_convolution(channels, taps, plan, None, bias), (channels, taps, bias)),
+        moved(lambda: sum(ssd.time_steps(raw, *of_heads, low=0.0, high=None)), (raw, *of_heads)),  # type: ignore
+    ]
+    assert (mamba.PLAIN_NORM, mamba.SKIP, mamba.TIME_STEP) == ((99, 189), (6, 32), (58, 118))
+    of_convolution = tuple(a + b for a, b in zip(PLAIN_CONVOLUTION, mamba.PLAIN_BIAS))
+    sizes = [*[x.numel()] * 2, channels.numel(), raw.numel()]
+    for numbers, size, expected in zip(found, sizes, (mamba.PLAIN_NORM, mamba.SKIP, of_convolution, mamba.TIME_STEP)):
+        assert [num_bytes / size for num_bytes in numbers] == pytest.approx(expected, rel=TOLERANCE)
+
+
+MAMBA_CASES = [(1, 4, 128, 64), (2, 8, 128, 64), (1, 4, 64, 128)]  # groups, heads, N, P
+
+
+@pytest.mark.parametrize("sizes", MAMBA_CASES, ids=str)
+def test_mamba_in_plain_torch(sizes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two linked fragments of 512 tokens.  FLOPs of maps and of gradients of states are 0.37 times those of forward."""
+    monkeypatch.setattr(sys.modules[__name__], "AT_EDGES", ())
+    (groups, heads, n, p), kernel, t = sizes, TorchSsdKernel(), 1024
+    tensors_ = (torch.randn(t, *shape).bfloat16() for shape in ((groups, n), (groups, n), (heads, p)))
+    inputs = ssd.Inputs(*tensors_, -torch.rand(t, heads), torch.rand(t, heads))
+    schedule = kernel.schedule(Fragments.of([0, t // 2, t], linked=[0, 1]), heads, torch.device("cpu"))
+    states, grad = torch.zeros(2, heads, n, p), torch.randn(t, heads, p).bfloat16()
+    _, saved = kernel.forward(inputs, schedule, states)
+    passes: list[Callable[[], Any]] = [
+        lambda: kernel.forward(inputs, schedule, states),
+        lambda: kernel.backward(grad, inputs, schedule, states, saved, states),
+        lambda: kernel.transitions(inputs, schedule),
+        lambda: kernel.state_gradients(grad, inputs, schedule),
+    ]
+    found = []
+    for run in passes:
+        with Moved() as count:
+            run()
+        found.append((count.flops / t, count.num_bytes / t))
+    flops, num_bytes = mamba.plain_forward(
+        MambaConfig(layers=[1], num_heads=heads, num_groups=groups, state_dim=n, head_dim=p)
+    )
+    if sizes == MAMBA_CASES[0]:  # 4 x 128 x 64 + 2 x 64 x 64 + 2 x 64 for a head; 2 x 64 x 128 for a group
+        assert flops == 4 * 41_088 + 16_384
+    assert found[0] == (flops, pytest.approx(num_bytes, rel=BYTES_TOLERANCE))
+    assert mamba.PLAIN_WORK == (2.4, 0.62, 0.63)
+    if p == 64:
+        ratios = [of_pass[1] / found[0][1] for of_pass in found[1:]]
+        assert ratios == pytest.approx([2.4, 0.62, 0.63], rel=PASS_TOLERANCE)

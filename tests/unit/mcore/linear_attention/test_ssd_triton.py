@@ -4,7 +4,9 @@
 one variant of each kernel, and multiplies the bits of bf16 numbers as integers, so the narrow dtype here is fp16.
 """
 
+import gc
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ if not triton_interpreter.without_a_gpu():
     pytest.skip("on a GPU, tests/gpu runs the compiled kernels", allow_module_level=True)
 pytest.importorskip("fla", reason="make test-triton installs it")
 
+from sft.layers.mixers.mamba import MambaBytes, MambaSizes  # noqa: E402
 from sft.mcore.linear_attention import fla_functions, ssd_fla  # noqa: E402
 from sft.mcore.linear_attention.recurrence import Fragments  # noqa: E402
 from sft.mcore.linear_attention.ssd import Inputs  # noqa: E402
@@ -24,6 +27,7 @@ from sft.mcore.linear_attention.ssd_fla import FlaSsdKernel  # noqa: E402
 from sft.mcore.linear_attention.ssd_kernel import TorchSsdKernel  # noqa: E402
 from sft.parallel.taps import Taps  # noqa: E402
 from tests.unit.fixtures.fla_variants import interpret, keep_one_variant  # noqa: E402
+from tests.unit.fixtures.live import Live  # noqa: E402
 
 GROUPS, HEADS = 1, 2
 CPU = torch.device("cpu")
@@ -108,3 +112,20 @@ def test_the_convolution_has_a_bias(fla: FlaSsdKernel) -> None:
         out = kernel.convolution(*leaves[:2], kernel.convolution_plan(taps, CPU), None, leaves[2])
         results.append([out, *torch.autograd.grad(out, leaves, random(160, 16, seed=1))])
     assert max(distances(*results)) < TOLERANCE, distances(*results)
+
+
+def test_the_memory_of_a_backward_pass(fla: FlaSsdKernel) -> None:
+    """512 tokens, 1 group and 2 heads of 16, states of 64, in fp16, beside the tensors of the equation and the
+    gradients of the inputs."""
+    t, sizes = 512, MambaSizes(heads=HEADS, groups=GROUPS, head_dim=16, state_dim=64)
+    shapes, generator = ((GROUPS, 64), (GROUPS, 64), (HEADS, 16)), torch.Generator().manual_seed(0)
+    narrow = (torch.randn(t, *shape, generator=generator).half() for shape in shapes)
+    inputs = Inputs(*narrow, -torch.rand(t, HEADS), torch.rand(t, HEADS))
+    schedule = fla.schedule(Fragments.of([0, t]), HEADS, CPU)
+    gc.freeze()
+    with Live(*inputs) as live:
+        fla.backward(inputs.x, fla.prepared(inputs, schedule), schedule, None, inputs.x, None)
+    gc.unfreeze()
+    model: Any = None
+    expected = MambaBytes(model=model, heads=sizes, tokens=t, block_numbers=0).fla_work
+    assert 1.0 <= live.most / (t * expected) < 1.1, (live.most / t, expected)

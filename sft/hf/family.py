@@ -284,8 +284,8 @@ def _mappings_of(
 
 def _has(model: ModelConfig, layer: int | None, rule: Rule) -> bool:
     number = (layer or 0) + 1
-    halves = model.kind_of(number), model.mlp_kind_of(number)
-    return layer is None or (rule.kind in (None, halves[0]) and rule.mlp in (None, halves[1]))
+    mlp = model.mlp_kind_of(number)
+    return layer is None or (rule.kind in (None, model.kind_of(number)) and rule.mlp in (None, mlp))
 
 
 def views_by_tensor(mappings: Iterable[TensorMapping]) -> dict[HfTensor, list[tuple[TensorMapping, int]]]:

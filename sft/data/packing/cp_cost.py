@@ -124,7 +124,9 @@ class Documents:
         lengths 40 and 90, rank_tokens 64, doc_multiple 8, sizes 1 2 -> longest first: units 12 5, least 1 0; limit 8
         """
         ids = np.asarray(samples, dtype=np.int64)
-        ids = ids[np.lexsort((-np.asarray(lengths[ids]), -padded(lengths[ids], cost.doc_multiple)))]
+        exact = np.asarray(lengths[ids])
+        longest_first = -padded(lengths[ids], cost.doc_multiple) * (int(exact.max(initial=0)) + 1) - exact
+        ids = ids[np.argsort(longest_first, kind="stable")]
         real, limit = lengths[ids], rank_tokens // cost.doc_multiple
         units = padded(real, cost.doc_multiple) // cost.doc_multiple
         least = np.searchsorted(np.array(sizes) * limit, units)
@@ -147,6 +149,13 @@ class Documents:
         """
         if len(self.ids) == 0:
             return round(self.microbatch_ns)
+        return max(self.even_ns(self.least, num_ranks), self._with_microbatches(int(self.times[-1].max()), num_ranks))
+
+    def even_ns(self, index: np.ndarray, num_ranks: int) -> int:
+        """Time of a step if document i runs on sizes[index[i]] ranks, and all ranks share the work evenly."""
+        return self._with_microbatches(-(-int(self.work(index).sum()) // num_ranks), num_ranks)
+
+    def _with_microbatches(self, work: int, num_ranks: int) -> int:
+        """`work` and the time of as many microbatches as the tokens need."""
         num_microbatches = -(-int(self.units.sum()) // (num_ranks * self.limit))
-        work = -(-int(self.work(self.least).sum()) // num_ranks)
-        return max(work, int(self.times[-1].max())) + round(num_microbatches * self.microbatch_ns)
+        return work + round(num_microbatches * self.microbatch_ns)

@@ -61,7 +61,8 @@ def timeline(grid: Grid, lengths: SampleSizes, cost: CpCost) -> list[TimedPack]:
     timed, current = list[TimedPack](), 0
     for (microbatch, rank, (size, samples)), work_ns in zip(packs, work.tolist(), strict=True):
         if microbatch > current and domain > 1:
-            ready = [max(ready[rank - rank % domain :][:domain]) for rank in range(len(grid))]
+            starts = range(0, len(grid), domain)
+            ready = [latest for first in starts for latest in [max(ready[first : first + domain])] * domain]
         current = microbatch
         start = max(ready[rank : rank + size])
         ready[rank : rank + size] = [start + work_ns] * size

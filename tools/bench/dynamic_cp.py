@@ -96,7 +96,7 @@ def measure(case: Case, options: argparse.Namespace) -> Iterator[Row]:
 
         def planned(costs: CpCost) -> Grid:
             grid = assign(ids, lengths, dp=dp, cp=cp, rank_tokens=seq_length // cp, cost=costs)
-            return unless_longer(grid, ids, lengths, lambda: plain, cp=cp, cost=costs)
+            return unless_longer(grid, ids, lengths, lambda: plain, cp=cp, rank_tokens=seq_length // cp, cost=costs)
 
         grids: list[Grid] = []
         gc.freeze()  # so that the time of a plan does not include a collection of all imported modules

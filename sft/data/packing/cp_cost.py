@@ -80,14 +80,22 @@ class CpCost(CpBytes):
         lengths [1000, 4000], doc_multiple 8, crossover 1000, token_ns 10, no bytes over cp, cp_size 2
         -> [2000, 20000] x 10 / 2
         """
+        return self.times_by_size(lengths, (cp_size,))[0]
+
+    def times_by_size(self, lengths: SampleSizes, sizes: Sequence[int]) -> np.ndarray:
+        """`times` for each of the sizes of groups: int64 [sizes, n]."""
         tokens = padded(lengths, self.doc_multiple)
-        computed = (tokens + attention_cost(lengths, self.attention)) * self.token_ns
-        if cp_size > 1:
-            gb_s = self.gb_s(cp_size)
-            of_keys = self.kv_bytes * tokens * (cp_size - 1) / gb_s
-            hidden = attention_cost(lengths, AttentionCost(self.attention.crossover)) * self.token_ns
-            computed = computed + np.maximum(of_keys - hidden, 0.0) + self.other_than_keys(tokens, cp_size) / gb_s
-        return np.rint(computed / cp_size).astype(np.int64)
+        alone = (tokens + attention_cost(lengths, self.attention)) * self.token_ns
+        hidden = attention_cost(lengths, AttentionCost(self.attention.crossover)) * self.token_ns
+        times = np.empty((len(sizes), len(tokens)), dtype=np.int64)
+        for k, size in enumerate(sizes):
+            computed = alone
+            if size > 1:
+                gb_s = self.gb_s(size)
+                of_keys = self.kv_bytes * tokens * (size - 1) / gb_s
+                computed = computed + np.maximum(of_keys - hidden, 0.0) + self.other_than_keys(tokens, size) / gb_s
+            times[k] = np.rint(computed / size)
+        return times
 
     def gb_s(self, cp_size: int) -> float:
         """Bandwidth of a rank in a group of this size, in GB/s: within a node if all such groups lie within nodes."""
@@ -131,7 +139,7 @@ class Documents:
         units = padded(real, cost.doc_multiple) // cost.doc_multiple
         least = np.searchsorted(np.array(sizes) * limit, units)
         assert len(ids) == 0 or least[0] < len(sizes), "no group holds the longest document"
-        times = np.stack([cost.times(real, size) for size in sizes])
+        times = cost.times_by_size(real, sizes)
         return Documents(
             ids=ids, sizes=sizes, units=units, limit=limit, times=times, least=least, microbatch_ns=cost.microbatch_ns
         )

@@ -9,6 +9,8 @@ microbatch without samples holds filler documents.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from sft.batch import Microbatch, Sample
 from sft.config import Config
 from sft.data.cache.corpus import Corpus
@@ -106,7 +108,7 @@ class Loader:
 
         if cost is None:
             return fixed_cp()
-        samples = [i for ids in plan.batch(batch, self.plans.global_batch_size) for i in ids]
+        samples = np.array([i for ids in plan.batch(batch, self.plans.global_batch_size) for i in ids], dtype=np.int64)
         rank_tokens = self.seq_length // layout.cp
         grid = dynamic_cp.assign(
             samples,

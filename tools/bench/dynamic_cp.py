@@ -85,7 +85,7 @@ def measure(case: Case, options: argparse.Namespace) -> Iterator[Row]:
     num_batches = len(plan) // (dp * num_microbatches)
     for step in np.linspace(0, num_batches - 1, options.batches).astype(int).tolist():
         packs = plan.batch(step, dp * num_microbatches)
-        ids = [i for pack in packs for i in pack]
+        ids = np.array([i for pack in packs for i in pack], dtype=np.int64)
         waits = replace(cost, wait_ranks=ranks)
         plain = fixed(
             balance.assign(

@@ -125,7 +125,12 @@ class Documents:
 
     @staticmethod
     def of(
-        samples: Sequence[int], lengths: SampleSizes, sizes: tuple[int, ...], *, rank_tokens: int, cost: CpCost
+        samples: Sequence[int] | np.ndarray,
+        lengths: SampleSizes,
+        sizes: tuple[int, ...],
+        *,
+        rank_tokens: int,
+        cost: CpCost,
     ) -> "Documents":
         """The documents of these samples.  rank_tokens: padded tokens that a rank may hold in a microbatch
 

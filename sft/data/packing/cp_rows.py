@@ -206,7 +206,8 @@ def _exchanged(grid: _Grid, filled: _FilledRows) -> list[list[int]]:
     pack_of = filled.pack_of
     if len(rows.short) <= MOST_SHORT:
         pack_of = exchange(grid.documents, packs, rows.short, pack_of, rows.number)
-    in_order = rows.short[np.argsort(pack_of, kind="stable")].tolist()
+    narrow = np.uint16 if len(rows.level) < 1 << 16 else np.int64  # numpy sorts 16-bit numbers by radix
+    in_order = rows.short[np.argsort(pack_of.astype(narrow), kind="stable")].tolist()
     ends = np.cumsum(np.bincount(pack_of, minlength=len(rows.level))).tolist()
     short = [in_order[start:end] for start, end in zip([0, *ends], ends)]
     return [[*long, *own] for long, own in zip_longest((pack.documents for pack in rows.packs), short, fillvalue=[])]

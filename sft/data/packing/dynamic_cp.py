@@ -22,6 +22,9 @@ another processor.  So `pipeline.check_agreement` compares the grids of all proc
 """
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
+
+import numpy as np
 
 from sft.data.packing.cp_cost import CpCost, Documents
 from sft.data.packing.cp_grid import FILLER, Grid, Slot, makespan_ns
@@ -37,7 +40,7 @@ NEAR = 1.02  # a plan by groups of at most NEAR times the bound is kept; otherwi
 
 
 def assign(
-    samples: Sequence[int],
+    samples: Sequence[int] | np.ndarray,
     lengths: SampleSizes,
     *,
     dp: int,
@@ -90,7 +93,7 @@ def _of_rows(documents: Documents, num_ranks: int, multiple: int, wait_ranks: in
 
 
 def _slot(ids: list[int], cp_size: int, pack: Sequence[int]) -> Slot:
-    return Slot(cp_size, tuple([ids[document] for document in pack]))
+    return Slot(cp_size, itemgetter(*pack)(ids) if len(pack) > 1 else tuple([ids[document] for document in pack]))
 
 
 def _completed(grid: Grid, multiple: int) -> Grid:
@@ -102,7 +105,7 @@ def _completed(grid: Grid, multiple: int) -> Grid:
 
 def unless_longer(
     grid: Grid,
-    samples: Sequence[int],
+    samples: Sequence[int] | np.ndarray,
     lengths: SampleSizes,
     fixed_cp: Callable[[], Grid],
     *,
@@ -120,7 +123,7 @@ def unless_longer(
     -> the grid of a fixed cp
     """
     time = makespan_ns(grid, lengths, cost)
-    sizes = lengths[samples]
+    sizes = lengths[np.asarray(samples)]
     num_microbatches = -(-int(padded(sizes, cost.doc_multiple).sum()) // (len(grid) * rank_tokens))
     least = int(cost.times(sizes, cp).sum()) * cp // len(grid) + round(num_microbatches * cost.microbatch_ns)
     if time <= least:

@@ -9,6 +9,8 @@ microbatch without samples holds filler documents.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from sft.batch import Microbatch, Sample
 from sft.config import Config
 from sft.data.cache.corpus import Corpus
@@ -106,17 +108,20 @@ class Loader:
 
         if cost is None:
             return fixed_cp()
-        samples = [i for ids in plan.batch(batch, self.plans.global_batch_size) for i in ids]
+        samples = np.array([i for ids in plan.batch(batch, self.plans.global_batch_size) for i in ids], dtype=np.int64)
+        rank_tokens = self.seq_length // layout.cp
         grid = dynamic_cp.assign(
             samples,
             lengths,
             dp=layout.dp,
             cp=layout.cp,
-            rank_tokens=self.seq_length // layout.cp,
+            rank_tokens=rank_tokens,
             cost=cost,
             microbatch_multiple=layout.pp if layout.virtual_stages > 1 else 1,
         )
-        return dynamic_cp.unless_longer(grid, samples, lengths, fixed_cp, cp=layout.cp, cost=cost)
+        return dynamic_cp.unless_longer(
+            grid, samples, lengths, fixed_cp, cp=layout.cp, rank_tokens=rank_tokens, cost=cost
+        )
 
     def _slots(self, plan: PackingPlan, batch: int) -> Slots:
         return assign(

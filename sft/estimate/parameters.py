@@ -45,8 +45,7 @@ def stage_parameters(stage: Stage) -> StageParameters:
     weights, whole = _weights(stage), stage.trained.whole
     if whole is None:
         return StageParameters(all=weights, trained=weights)
-    own = [weight for weight in stage.trained.adapted if stage.num_on([weight.layer + 1])]
-    factors = factors_of(own, stage)
+    factors = _factors_on(stage)
     return StageParameters(
         all=weights + factors, trained=whole_of([weight for weight in whole if _is_on(weight, stage)], stage) + factors
     )
@@ -70,6 +69,18 @@ def _weights(stage: Stage) -> Numbers:
         dense=dense + tables * stage.rows * model.hidden_size + model.hidden_size * stage.is_last,
         experts=experts / (layout.ep * layout.etp),
     )
+
+
+def _factors_on(stage: Stage) -> Numbers:
+    """The parameters of all adapters on one rank."""
+    trained, total, of_layer = stage.trained, Numbers(dense=0.0, experts=0.0), dict[int, Numbers]()
+    for number, (adapted, _) in trained.by_layer.items():
+        if stage.num_on([number]):
+            first = trained.alike.get(number, number)
+            if first not in of_layer:
+                of_layer[first] = factors_of(adapted, stage)
+            total += of_layer[first]
+    return total
 
 
 def factors_of(weights: Iterable[AdaptedWeight], stage: Stage) -> Numbers:

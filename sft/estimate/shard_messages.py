@@ -79,11 +79,15 @@ class ShardMessages:
         return _Group(ranks, layout.ep * layout.etp, layout.expert_copies // ranks)
 
     def _gathered(self, units: Iterable[UnitSizes]) -> float:
-        return sum(self._seconds(unit.whole, self.stage.rank.width) for unit in units)
+        listed = list(units)
+        seconds = {id(unit): self._seconds(unit.whole, self.stage.rank.width) for unit in _distinct(listed)}
+        return sum(seconds[id(unit)] for unit in listed)
 
     def _reduced(self, units: Iterable[UnitSizes]) -> float:
         width = self._element / self.messages.constants.reduce_scatter.value
-        return sum(self._seconds(unit.trained, width) for unit in units)
+        listed = list(units)
+        seconds = {id(unit): self._seconds(unit.trained, width) for unit in _distinct(listed)}
+        return sum(seconds[id(unit)] for unit in listed)
 
     def _seconds(self, numbers: Numbers, width: float) -> float:
         """Seconds in which ranks exchange their parts of these elements.  width: bytes of an element"""
@@ -93,6 +97,11 @@ class ShardMessages:
                 num_bytes = width * number * (group.ranks - 1) / group.ranks
                 total += self.messages.seconds(num_bytes, self.messages.wide_link(group.ranks, group.stride), 1)
         return total
+
+
+def _distinct(units: Iterable[UnitSizes]) -> Iterable[UnitSizes]:
+    """Each unit once; layers that are alike share one."""
+    return {id(unit): unit for unit in units}.values()
 
 
 class _Group(NamedTuple):

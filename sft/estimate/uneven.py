@@ -4,7 +4,11 @@ The packs of a step are sorted by attention and put into rows of ranks that wait
 sft/data/packing/level.py does; a row takes as long as its first pack.  If ranks wait for each other only at the end of
 a step, the work counts as even, with one exception: one rank has the costliest pack, and its other packs are at least
 as costly as the cheapest packs of the step.  Packs are drawn at random from the distribution of lengths, with a fixed
-seed.  With dynamic CP, ranks count as evenly loaded.
+seed.
+
+With dynamic CP, documents are drawn instead.  Each takes the smallest group of ranks that holds it.  A document that
+takes longer than a mean microbatch is alone in its group.  These documents share rows as the packs do, and the others
+fill the ranks of a row up to its time, as far as the ranks have room (sft/data/packing/cp_rows.py).
 """
 
 from functools import lru_cache
@@ -12,18 +16,22 @@ from functools import lru_cache
 import numpy as np
 
 from sft.config import Config
+from sft.estimate.layer_work import cp_sizes
 from sft.estimate.lengths import Lengths
 from sft.layers.flops import AttentionCost
 from sft.parallel.layout import Layout
 from sft.parallel.meetings import domain, meeting_ranks
 
 NUM_PACKS, NUM_STEPS, OPEN_PACKS = 256, 16, 8  # packs that are drawn and filled at once, and steps that use them
+NUM_BATCHES = 4  # steps whose documents are drawn, with dynamic CP
 
 
 def slowest(config: Config, layout: Layout, lengths: Lengths) -> float:
     """Time of attention in a step / the time if all packs had the same attention; 1: all have."""
-    if layout.dp == 1 or layout.cp_sizes or len(lengths.tokens) == 1:
+    if len(lengths.tokens) == 1 or (layout.dp == 1 and not layout.cp_sizes):
         return 1.0
+    if layout.cp_sizes:
+        return _slowest_of_groups(config, layout, lengths)
     width = max(1, domain(meeting_ranks(config), layout.dp * layout.cp) // layout.cp)
     of_lengths = tuple(lengths.tokens.tolist()), tuple(lengths.shares.tolist()), config.data.seq_length
     return _slowest(*of_lengths, AttentionCost.of(config.model), layout.dp, layout.num_microbatches, width)
@@ -42,6 +50,71 @@ def _slowest(
     drawn = _packs(tokens, shares, seq_length, attention)
     chosen = np.random.RandomState(1).randint(len(drawn), size=(NUM_STEPS, dp * num_microbatches))
     return float(np.mean([of_step(packs, dp, width) for packs in drawn[chosen]]))
+
+
+def _slowest_of_groups(config: Config, layout: Layout, lengths: Lengths) -> float:
+    """The factor with dynamic CP."""
+    tokens, counts = lengths.of_pack(config.data.seq_length)
+    return _of_groups(
+        tuple(tokens.tolist()),
+        tuple(lengths.shares.tolist()),
+        max(1, round(float(counts.sum()) * layout.global_batch_size)),
+        tuple(cp_sizes(layout, tokens, config)),
+        AttentionCost.of(config.model),
+        (layout.dp * layout.cp, domain(meeting_ranks(config), layout.dp * layout.cp)),
+        config.data.seq_length // layout.cp,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _of_groups(
+    tokens: tuple[float, ...],
+    shares: tuple[float, ...],
+    number: int,
+    sizes: tuple[int, ...],
+    cost: AttentionCost,
+    ranks: tuple[int, int],
+    rank_tokens: int,
+) -> float:
+    """number: documents of a step; ranks: all ranks, and those that wait for each other"""
+    own, of_group = np.array(tokens), np.array(sizes)
+    attention = cost(own)
+    drawn = np.random.RandomState(2).choice(len(own), size=(NUM_BATCHES, number), p=shares)
+    extra = [of_groups(own[step], attention[step], of_group[step], *ranks, rank_tokens) for step in drawn]
+    mean = float(attention[drawn].sum()) / NUM_BATCHES / ranks[0]
+    return 1.0 + float(np.mean(extra)) / mean if mean else 1.0
+
+
+def of_groups(
+    tokens: np.ndarray, attention: np.ndarray, sizes: np.ndarray, ranks: int, meeting: int, rank_tokens: int
+) -> float:
+    """Time of one step beyond the mean work of a rank, in units of a token's computation.
+
+    Arrays have an entry for each document.  sizes: ranks of its group; meeting: number of ranks that wait for each
+    other in every microbatch; rank_tokens: tokens that a rank holds
+
+    Documents that take 9 and 3 on a rank each, two ranks that wait, and room for all -> 9 - 6
+    """
+    times = (tokens + attention) / sizes
+    work = times * sizes
+    mean = float(work.sum()) / ranks
+    longest = float(times.max())
+    if meeting == 1:
+        return max(longest, mean) - mean
+    num_rows = -(-float(tokens.sum()) // (ranks * rank_tokens)) * ranks / meeting
+    is_long = times > float(work.sum()) / meeting / num_rows
+    rows: list[list[float]] = []  # time, free ranks, work that fits, and tokens that fit
+    for time, size, count in sorted(zip(times[is_long], sizes[is_long], tokens[is_long]), reverse=True):
+        row = next((row for row in rows if row[1] >= size), None)
+        if row is None:
+            row = [time, meeting, time * meeting, rank_tokens * meeting]
+            rows.append(row)
+        row[1:] = row[1] - size, row[2] - time * size, row[3] - count
+    left, others = float(work[~is_long].sum()), float(tokens[~is_long].sum())
+    density = left / others if others else 0.0
+    left -= min(left, sum(min(row[2], row[3] * density) for row in rows))
+    step = (sum(row[0] for row in rows) + left / meeting) * meeting / ranks
+    return max(step, longest, mean) - mean
 
 
 def of_step(packs: np.ndarray, dp: int, width: int) -> float:

@@ -107,10 +107,14 @@ def _layers(stage: Stage) -> Iterator[tuple[int, UnitSizes]]:
             unit = _unit(stage, own, own)
             yield from ((number, unit) for number in numbers)
             continue
+        units = dict[int, UnitSizes]()  # by the first layer that is alike
         for number in numbers:
-            adapted, whole = trained.by_layer.get(number, ([], []))
-            factors = factors_of(adapted, stage)
-            yield number, _unit(stage, own + factors, whole_of(whole, stage) + factors)
+            first = trained.alike.get(number, number)
+            if first not in units:
+                adapted, whole = trained.by_layer.get(number, ([], []))
+                factors = factors_of(adapted, stage)
+                units[first] = _unit(stage, own + factors, whole_of(whole, stage) + factors)
+            yield number, units[first]
 
 
 def _model_layer(group: LayerGroup, layout: Layout) -> Numbers:

@@ -44,8 +44,14 @@ class UnitsInUse:
 
     def at_layers(self, numbers: Iterable[int]) -> dict[str, float]:
         """Bytes during backward of the one of these layers for which they are most.  numbers: from 1"""
-        positions = [position for position, number in enumerate(self.units.layers) if number in {*numbers}]
-        return max(map(self._at_layer, positions), key=lambda whole: sum(whole.values()))
+        layers, chosen = self._layers, {*numbers}
+        # Layers that are alike share a unit, so few triples differ.
+        around = dict[tuple[int, ...], int]()
+        for position, number in enumerate(self.units.layers):
+            if number in chosen:
+                near = layers[max(position - 1, 0) : position + 2]
+                around.setdefault((position == 0, len(near), *map(id, near)), position)
+        return max(map(self._at_layer, around.values()), key=lambda whole: sum(whole.values()))
 
     def at_embedding(self) -> dict[str, float]:
         """Bytes during backward of the embedding."""

@@ -52,6 +52,12 @@ class AdaptedWeight:
     adapters: tuple[Adapter, ...]
 
     @property
+    def shape(self) -> tuple[object, ...]:
+        """What the numbers of parameters depend on; weights of other layers may have the same."""
+        parts = tuple(adapter.parts for adapter in self.adapters)
+        return self.module, self.num_experts, self.part_rows, self.num_columns, parts
+
+    @property
     def is_column_parallel(self) -> bool:
         """Whether tensor-parallel ranks hold rows of the weight; False: columns."""
         return weight_of(f"{self.module}.weight").split == "rows"
@@ -150,6 +156,16 @@ class Trained:
             if weight.layer is not None:
                 weights.setdefault(weight.layer + 1, ([], []))[1].append(weight)
         return weights
+
+    @cached_property
+    def alike(self) -> dict[int, int]:
+        """{layer that trains adapters alone: the first layer with equal adapted weights}; numbers from 1"""
+        first = dict[tuple[object, ...], int]()
+        return {
+            number: first.setdefault(tuple(weight.shape for weight in adapted), number)
+            for number, (adapted, whole) in self.by_layer.items()
+            if not whole
+        }
 
     def has(self, key: str, index: tuple[int, ...]) -> bool:
         """Whether the optimizer updates this weight, and not only its adapters."""

@@ -85,7 +85,7 @@ def measure(case: Case, options: argparse.Namespace) -> Iterator[Row]:
     num_batches = len(plan) // (dp * num_microbatches)
     for step in np.linspace(0, num_batches - 1, options.batches).astype(int).tolist():
         packs = plan.batch(step, dp * num_microbatches)
-        ids = [i for pack in packs for i in pack]
+        ids = np.array([i for pack in packs for i in pack], dtype=np.int64)
         waits = replace(cost, wait_ranks=ranks)
         plain = fixed(
             balance.assign(
@@ -96,7 +96,7 @@ def measure(case: Case, options: argparse.Namespace) -> Iterator[Row]:
 
         def planned(costs: CpCost) -> Grid:
             grid = assign(ids, lengths, dp=dp, cp=cp, rank_tokens=seq_length // cp, cost=costs)
-            return unless_longer(grid, ids, lengths, lambda: plain, cp=cp, cost=costs)
+            return unless_longer(grid, ids, lengths, lambda: plain, cp=cp, rank_tokens=seq_length // cp, cost=costs)
 
         grids: list[Grid] = []
         gc.freeze()  # so that the time of a plan does not include a collection of all imported modules

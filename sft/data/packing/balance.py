@@ -10,7 +10,7 @@ attention(length) is length ** 2 / crossover, and less in layers with a sliding 
 `efficiency` measures the balance; the optimum is 1:
 
     per step        mean cost of a rank / largest cost of a rank; a step ends when the slowest rank has finished
-    per microbatch  this ratio if ranks wait for each other after every microbatch, like pipeline stages
+    per microbatch  this ratio if ranks wait for each other after every microbatch, like those of a group of experts
 
 The method has these steps:
 

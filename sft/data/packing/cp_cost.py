@@ -80,14 +80,22 @@ class CpCost(CpBytes):
         lengths [1000, 4000], doc_multiple 8, crossover 1000, token_ns 10, no bytes over cp, cp_size 2
         -> [2000, 20000] x 10 / 2
         """
+        return self.times_by_size(lengths, (cp_size,))[0]
+
+    def times_by_size(self, lengths: SampleSizes, sizes: Sequence[int]) -> np.ndarray:
+        """`times` for each of the sizes of groups: int64 [sizes, n]."""
         tokens = padded(lengths, self.doc_multiple)
-        computed = (tokens + attention_cost(lengths, self.attention)) * self.token_ns
-        if cp_size > 1:
-            gb_s = self.gb_s(cp_size)
-            of_keys = self.kv_bytes * tokens * (cp_size - 1) / gb_s
-            hidden = attention_cost(lengths, AttentionCost(self.attention.crossover)) * self.token_ns
-            computed = computed + np.maximum(of_keys - hidden, 0.0) + self.other_than_keys(tokens, cp_size) / gb_s
-        return np.rint(computed / cp_size).astype(np.int64)
+        alone = (tokens + attention_cost(lengths, self.attention)) * self.token_ns
+        hidden = attention_cost(lengths, AttentionCost(self.attention.crossover)) * self.token_ns
+        times = np.empty((len(sizes), len(tokens)), dtype=np.int64)
+        for k, size in enumerate(sizes):
+            computed = alone
+            if size > 1:
+                gb_s = self.gb_s(size)
+                of_keys = self.kv_bytes * tokens * (size - 1) / gb_s
+                computed = computed + np.maximum(of_keys - hidden, 0.0) + self.other_than_keys(tokens, size) / gb_s
+            times[k] = np.rint(computed / size)
+        return times
 
     def gb_s(self, cp_size: int) -> float:
         """Bandwidth of a rank in a group of this size, in GB/s: within a node if all such groups lie within nodes."""
@@ -117,19 +125,26 @@ class Documents:
 
     @staticmethod
     def of(
-        samples: Sequence[int], lengths: SampleSizes, sizes: tuple[int, ...], *, rank_tokens: int, cost: CpCost
+        samples: Sequence[int] | np.ndarray,
+        lengths: SampleSizes,
+        sizes: tuple[int, ...],
+        *,
+        rank_tokens: int,
+        cost: CpCost,
     ) -> "Documents":
         """The documents of these samples.  rank_tokens: padded tokens that a rank may hold in a microbatch
 
         lengths 40 and 90, rank_tokens 64, doc_multiple 8, sizes 1 2 -> longest first: units 12 5, least 1 0; limit 8
         """
         ids = np.asarray(samples, dtype=np.int64)
-        ids = ids[np.lexsort((-np.asarray(lengths[ids]), -padded(lengths[ids], cost.doc_multiple)))]
+        exact = np.asarray(lengths[ids])
+        longest_first = -padded(lengths[ids], cost.doc_multiple) * (int(exact.max(initial=0)) + 1) - exact
+        ids = ids[np.argsort(longest_first, kind="stable")]
         real, limit = lengths[ids], rank_tokens // cost.doc_multiple
         units = padded(real, cost.doc_multiple) // cost.doc_multiple
         least = np.searchsorted(np.array(sizes) * limit, units)
         assert len(ids) == 0 or least[0] < len(sizes), "no group holds the longest document"
-        times = np.stack([cost.times(real, size) for size in sizes])
+        times = cost.times_by_size(real, sizes)
         return Documents(
             ids=ids, sizes=sizes, units=units, limit=limit, times=times, least=least, microbatch_ns=cost.microbatch_ns
         )
@@ -147,6 +162,13 @@ class Documents:
         """
         if len(self.ids) == 0:
             return round(self.microbatch_ns)
+        return max(self.even_ns(self.least, num_ranks), self._with_microbatches(int(self.times[-1].max()), num_ranks))
+
+    def even_ns(self, index: np.ndarray, num_ranks: int) -> int:
+        """Time of a step if document i runs on sizes[index[i]] ranks, and all ranks share the work evenly."""
+        return self._with_microbatches(-(-int(self.work(index).sum()) // num_ranks), num_ranks)
+
+    def _with_microbatches(self, work: int, num_ranks: int) -> int:
+        """`work` and the time of as many microbatches as the tokens need."""
         num_microbatches = -(-int(self.units.sum()) // (num_ranks * self.limit))
-        work = -(-int(self.work(self.least).sum()) // num_ranks)
-        return max(work, int(self.times[-1].max())) + round(num_microbatches * self.microbatch_ns)
+        return work + round(num_microbatches * self.microbatch_ns)

@@ -13,7 +13,7 @@ import numpy as np
 from sft.data.packing.cp_cost import Documents
 
 ROUND = 64  # a round of at least this many bins is faster than the heap
-BY_HEAP = 512  # number of documents that the heap places before a round is tried again; it also places the last ones
+BY_HEAP = 2048  # number of documents that the heap places before a round is tried again; it also places the last ones
 
 
 def fill(
@@ -69,8 +69,10 @@ def _by_heap(
 ) -> list[int]:
     loads, free, level = load.tolist(), left.tolist(), levels.tolist()
     first = int(units[0])
-    least = [(work, k) for k, work in enumerate(loads) if free[k] >= first]
-    full = [(-units_left, k) for k, units_left in enumerate(free) if units_left < first]  # bins that had no room
+    is_roomy = left >= first
+    roomy, others = np.flatnonzero(is_roomy), np.flatnonzero(~is_roomy)
+    least = list(zip(load[roomy].tolist(), roomy.tolist()))
+    full = list(zip((-left[others]).tolist(), others.tolist()))  # bins that had no room
     heapq.heapify(least)
     heapq.heapify(full)
     bins = []
@@ -93,5 +95,6 @@ def _by_heap(
         free[k] -= size
         heapq.heapreplace(least, (loads[k], k))
         bins.append(k)
-    load[:], left[:] = loads, free
+    changed = sorted(set(bins) - {-1})
+    load[changed], left[changed] = [loads[k] for k in changed], [free[k] for k in changed]
     return bins

@@ -9,6 +9,7 @@ other after every microbatch.  Nothing is measured.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -61,7 +62,8 @@ def timeline(grid: Grid, lengths: SampleSizes, cost: CpCost) -> list[TimedPack]:
     timed, current = list[TimedPack](), 0
     for (microbatch, rank, (size, samples)), work_ns in zip(packs, work.tolist(), strict=True):
         if microbatch > current and domain > 1:
-            ready = [max(ready[rank - rank % domain :][:domain]) for rank in range(len(grid))]
+            starts = range(0, len(grid), domain)
+            ready = [latest for first in starts for latest in [max(ready[first : first + domain])] * domain]
         current = microbatch
         start = max(ready[rank : rank + size])
         ready[rank : rank + size] = [start + work_ns] * size
@@ -82,7 +84,7 @@ def _work(packs: Sequence[Slot], lengths: SampleSizes, cost: CpCost) -> np.ndarr
     work = np.full(len(packs), round(cost.microbatch_ns), dtype=np.int64)
     for size in {slot.cp_size for slot in packs}:
         of_size = [k for k, slot in enumerate(packs) if slot.cp_size == size]
-        ids = np.array([i for k in of_size for i in packs[k].samples], dtype=np.int64)
+        ids = np.fromiter(chain.from_iterable(packs[k].samples for k in of_size), dtype=np.int64)
         pack_of = np.repeat(of_size, [len(packs[k].samples) for k in of_size])
         np.add.at(work, pack_of, cost.times(lengths[ids], size))
     return work

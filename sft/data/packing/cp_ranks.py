@@ -45,8 +45,11 @@ def packs_of_groups(documents: Documents, num_ranks: int, multiple: int) -> Iter
     best: Ranks | None = None
     enough_ns = documents.bound_ns(num_ranks) * (1 + BETTER)
     for share, few in CHOICES:
+        index = sizes_of(documents, num_ranks, share, few)
+        if best is not None and documents.even_ns(index, num_ranks) >= best.predicted * (1 - BETTER):
+            continue
         ranks = Ranks(documents, num_ranks)
-        ranks.add_groups(sizes_of(documents, num_ranks, share, few))
+        ranks.add_groups(index)
         ranks.swap(1)
         ranks.choose_microbatches(multiple)
         ranks.finish()
@@ -93,8 +96,9 @@ class Ranks:
         self.num_packs = np.zeros(self.num_ranks, dtype=np.int64)
         self.num_microbatches = 0
         self.predicted = 0.0
-        # By level: the documents of all groups, with -1 after each group, and the group of each of these entries.
-        self._others: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._units: list[int] = self.documents.units.tolist()
+        # By level: the documents of all groups, with -1 after each group, and the group and the time of each entry.
+        self._others: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
     def add_groups(self, index: np.ndarray) -> None:
         """Places all documents whose group has more than one rank.  index: the result of `sizes_of`"""
@@ -157,9 +161,9 @@ class Ranks:
             return 0, level, -1, -1, -1
         if level not in self._others:
             others = np.array([number for numbers in blocks for number in [*numbers, -1]])
-            self._others[level] = others, np.repeat(np.arange(len(blocks)), [len(numbers) + 1 for numbers in blocks])
-        others, of_block = self._others[level]
-        less = np.where(others >= 0, times[others], 0)
+            of_block = np.repeat(np.arange(len(blocks)), [len(numbers) + 1 for numbers in blocks])
+            self._others[level] = others, of_block, np.where(others >= 0, times[others], 0)
+        others, of_block, less = self._others[level]
         moved = np.subtract.outer(times[blocks[first]], less)
         gain = np.minimum(moved, most[first] - most[of_block] - moved)
         own, other = np.unravel_index(int(gain.argmax()), gain.shape)
@@ -168,7 +172,6 @@ class Ranks:
     def _swap(self, level: int, document: int, block: int, other: int) -> None:
         size, times, blocks = self.documents.sizes[level], self.documents.times[level], self.blocks[level]
         first = next(k for k, numbers in enumerate(blocks) if document in numbers)
-        del self._others[level]
         blocks[first].remove(document)
         blocks[block].append(document)
         moved = int(times[document])
@@ -176,6 +179,13 @@ class Ranks:
             blocks[block].remove(other)
             blocks[first].append(other)
             moved -= int(times[other])
+            others, of_block, less = self._others[level]
+            for k in (first, block):  # as long as before
+                start = int(np.searchsorted(of_block, k))
+                now = slice(start, start + len(blocks[k]))
+                others[now], less[now] = blocks[k], times[blocks[k]]
+        else:
+            del self._others[level]
         self.load[first * size : (first + 1) * size] -= moved
         self.load[block * size : (block + 1) * size] += moved
 
@@ -200,13 +210,18 @@ class Ranks:
 
     def packed(self, level: int, block: int) -> Packs:
         """The packs of a group.  Each document, longest first, goes into the first pack with room."""
-        limit, units = self.documents.limit * self.documents.sizes[level], self.documents.units
+        limit, units, numbers = self.documents.limit * self.documents.sizes[level], self._units, self.blocks[level][block]
+        if numbers and sum([units[number] for number in numbers]) <= limit:
+            return [sorted(numbers)]
         packs: Packs = []
         left: list[int] = []
-        for number in sorted(self.blocks[level][block]):
-            size = int(units[number])
-            pack = next((k for k, free in enumerate(left) if free >= size), len(packs))
-            if pack == len(packs):
+        for number in sorted(numbers):
+            size = units[number]
+            for pack, free in enumerate(left):
+                if free >= size:
+                    break
+            else:
+                pack = len(packs)
                 packs.append([])
                 left.append(limit)
             packs[pack].append(number)

@@ -18,6 +18,7 @@ kept.
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -26,20 +27,22 @@ from sft.data.packing.cp_cost import Documents
 from sft.data.packing.cp_fill import fill
 from sft.data.packing.cp_packs import GroupPack, PackRule, packs_of_long
 from sft.data.packing.cp_ranks import FILL
+from sft.data.packing.cp_swaps import MOST_SHORT, Packs, exchange
 
 # The rules, in the order in which they are tried.  Large groups send more bytes.  So if only the ranks of a row of the
 # grid wait for each other, the rules choose the smallest group.
 RULES = (
     PackRule(0.8, 1.5, 9, 0.3, True), PackRule(0.2, 1.0, 2, 0.1, False), PackRule(0.8, 1.5, 3, 0.3, False),
-    PackRule(0.2, 0.5, 2, 0.1, True), PackRule(0.6, 1.0, 2, 0.3, False), PackRule(0.6, 0.5, 2, 0.3, True),
-    PackRule(0.2, 0.5, 2, 0.3, False), PackRule(0.2, 1.0, 2, 0.3, True), PackRule(0.2, 1.5, 3, 0.3, False),
-    PackRule(0.6, 0.5, 9, 0.1, True), PackRule(0.4, 0.5, 2, 0.3, True), PackRule(0.6, 1.0, 2, 0.1, True),
+    PackRule(1.0, 1.5, 3, 0.2, False), PackRule(0.2, 0.5, 2, 0.1, True), PackRule(0.6, 1.0, 2, 0.3, False),
+    PackRule(0.6, 0.5, 2, 0.3, True), PackRule(0.2, 0.5, 2, 0.3, False), PackRule(0.2, 1.0, 2, 0.3, True),
+    PackRule(0.2, 1.5, 3, 0.3, False), PackRule(0.6, 0.5, 9, 0.1, True), PackRule(0.4, 0.5, 2, 0.3, True),
+    PackRule(0.6, 1.0, 2, 0.1, True),
 )  # fmt: skip
 FEW_BYTES = (
-    PackRule(1.0, 2.0, 9, 0.2, False), PackRule(0.8, 0.75, 9, 0.2, False), PackRule(0.6, 0.75, 9, 0.5, False),
-    PackRule(0.6, 1.5, 9, 0.2, False), PackRule(0.4, 1.0, 9, 0.2, False), PackRule(0.8, 1.5, 9, 0.3, True),
+    PackRule(1.0, 2.0, 9, 0.2, False), PackRule(0.8, 0.75, 9, 0.2, False), PackRule(1.0, 0.75, 4, 0.2, False),
+    PackRule(0.6, 0.75, 9, 0.5, False), PackRule(0.6, 1.5, 9, 0.2, False), PackRule(0.4, 1.0, 9, 0.2, False),
+    PackRule(0.8, 1.5, 9, 0.3, True),
 )  # fmt: skip
-LACKS = 0.05  # packs on several ranks that lack less than this share of the target get no short documents: saves bytes
 # Limits of the time.  At most MAX_LONG documents on single ranks are long.  Each rule spends its number of long
 # documents and an eighth of all documents.  No further rule is tried once they have spent MAX_SPENT, or once a step
 # should take at most ENOUGH times the bound.  Then up to three rules with the shortest expected steps place the short
@@ -77,10 +80,9 @@ def packs_of_rows(
         if spent >= MAX_SPENT or plans[-1].step_ns <= enough_ns:
             break
     plans.sort(key=lambda rows: rows.step_ns)
-    return min(
-        (_filled(grid, rows) for rows in plans[: max(1, min(3, MAX_PLACED // max(1, len(documents.ids))))]),
-        key=lambda placed: placed[0],
-    )[1]
+    number_filled = max(1, min(3, MAX_PLACED // max(1, len(documents.ids))))
+    best = min((_filled(grid, rows) for rows in plans[:number_filled]), key=lambda filled: filled.step_ns)
+    return _placed(grid, best.rows, _exchanged(grid, best))
 
 
 @dataclass(frozen=True)
@@ -167,27 +169,48 @@ def _planned(grid: _Grid, packs: list[GroupPack], short: np.ndarray, number: int
     )  # fmt: skip
 
 
-def _filled(grid: _Grid, rows: _PlannedRows) -> tuple[float, list[Placed]]:
-    """The predicted time of the step, and all packs with their ranks and the short documents.
+class _FilledRows(NamedTuple):
+    """Rows with short documents, and the predicted time of the step.
 
-    If documents fit into no pack, microbatches are added.
+    pack_of  int64 [short]: the bin of each short document; time, left: int64 [bins], as of _PlannedRows
     """
+
+    step_ns: float
+    rows: _PlannedRows
+    pack_of: np.ndarray
+    time: np.ndarray
+    left: np.ndarray
+
+
+def _filled(grid: _Grid, rows: _PlannedRows) -> _FilledRows:
+    """Places the short documents.  If documents fit into no pack, microbatches are added."""
     documents = grid.documents
     while True:
         load, left = np.rint(rows.time - rows.target).astype(np.int64), rows.left.copy()
-        left[(rows.level > 0) & (-load <= LACKS * rows.target)] = 0
+        left[(rows.level > 0) & (load >= 0)] = 0  # saves bytes
         pack_of = fill(documents, rows.short, load, left, rows.level, 0)
         if (pack_of >= 0).all():
             break
         rows = _planned(grid, rows.packs, rows.short, rows.number + 1)
-    late = np.zeros((grid.num_domains, rows.number))
-    np.maximum.at(late, (rows.domain, rows.microbatch), load + rows.target)
-    numbers = [list(pack.documents) for pack in rows.packs] + [[] for _ in range(len(rows.level) - len(rows.packs))]
-    in_order, ends = rows.short[np.argsort(pack_of, kind="stable")].tolist(), np.cumsum(np.bincount(pack_of)).tolist()
-    for pack, (start, end) in enumerate(zip([0, *ends], ends)):
-        numbers[pack] += in_order[start:end]
+    time = load + np.rint(rows.target).astype(np.int64)
+    late = np.zeros((grid.num_domains, rows.number), dtype=np.int64)
+    np.maximum.at(late, (rows.domain, rows.microbatch), time)
     step_ns = float(late.sum(axis=1).max()) + rows.number * documents.microbatch_ns
-    return step_ns, _placed(grid, rows, numbers)
+    return _FilledRows(step_ns, rows, pack_of, time, left)
+
+
+def _exchanged(grid: _Grid, filled: _FilledRows) -> list[list[int]]:
+    """The documents of each bin, after exchanges of short documents."""
+    rows = filled.rows
+    packs = Packs(row=rows.domain * rows.number + rows.microbatch, level=rows.level, load=filled.time, left=filled.left)
+    pack_of = filled.pack_of
+    if len(rows.short) <= MOST_SHORT:
+        pack_of = exchange(grid.documents, packs, rows.short, pack_of, rows.number)
+    narrow = np.uint16 if len(rows.level) < 1 << 16 else np.int64  # numpy sorts 16-bit numbers by radix
+    in_order = rows.short[np.argsort(pack_of.astype(narrow), kind="stable")].tolist()
+    ends = np.cumsum(np.bincount(pack_of, minlength=len(rows.level))).tolist()
+    short = [in_order[start:end] for start, end in zip([0, *ends], ends)]
+    return [[*long, *own] for long, own in zip_longest((pack.documents for pack in rows.packs), short, fillvalue=[])]
 
 
 def _placed(grid: _Grid, rows: _PlannedRows, numbers: list[list[int]]) -> list[Placed]:

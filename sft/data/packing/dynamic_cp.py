@@ -22,6 +22,9 @@ another processor.  So `pipeline.check_agreement` compares the grids of all proc
 """
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
+
+import numpy as np
 
 from sft.data.packing.cp_cost import CpCost, Documents
 from sft.data.packing.cp_grid import FILLER, Grid, Slot, makespan_ns
@@ -29,7 +32,7 @@ from sft.data.packing.cp_packs import PackRule
 from sft.data.packing.cp_ranks import BETTER, packs_of_groups
 from sft.data.packing.cp_rows import FEW_BYTES, RULES, packs_of_rows
 from sft.parallel.cp_group import cp_sizes
-from sft.parallel.shapes import SampleSizes
+from sft.parallel.shapes import SampleSizes, padded
 
 # A batch with more documents is planned by rows only: so many short documents make rows even without more balancing.
 MANY = 4000
@@ -37,7 +40,7 @@ NEAR = 1.02  # a plan by groups of at most NEAR times the bound is kept; otherwi
 
 
 def assign(
-    samples: Sequence[int],
+    samples: Sequence[int] | np.ndarray,
     lengths: SampleSizes,
     *,
     dp: int,
@@ -90,7 +93,7 @@ def _of_rows(documents: Documents, num_ranks: int, multiple: int, wait_ranks: in
 
 
 def _slot(ids: list[int], cp_size: int, pack: Sequence[int]) -> Slot:
-    return Slot(cp_size, tuple([ids[document] for document in pack]))
+    return Slot(cp_size, itemgetter(*pack)(ids) if len(pack) > 1 else tuple([ids[document] for document in pack]))
 
 
 def _completed(grid: Grid, multiple: int) -> Grid:
@@ -101,19 +104,29 @@ def _completed(grid: Grid, multiple: int) -> Grid:
 
 
 def unless_longer(
-    grid: Grid, samples: Sequence[int], lengths: SampleSizes, fixed_cp: Callable[[], Grid], *, cp: int, cost: CpCost
+    grid: Grid,
+    samples: Sequence[int] | np.ndarray,
+    lengths: SampleSizes,
+    fixed_cp: Callable[[], Grid],
+    *,
+    cp: int,
+    rank_tokens: int,
+    cost: CpCost,
 ) -> Grid:
     """`grid`, or the grid of a fixed cp if `grid` takes more than 1% (BETTER) longer than that grid.
 
     A slightly longer `grid` is kept, because it sends fewer bytes.  `fixed_cp` makes the grid of a fixed cp, which is
-    slow.  So it is not called if `grid` takes no longer than the documents alone take on cp ranks each, shared evenly
-    by all ranks.
+    slow.  So it is not called if `grid` takes no longer than the documents take on cp ranks each, shared evenly by all
+    ranks in as few microbatches as their tokens need.
 
     a microbatch takes 10 ns, tokens take no time; `grid` has 3 microbatches, the grid of a fixed cp has 2
     -> the grid of a fixed cp
     """
     time = makespan_ns(grid, lengths, cost)
-    if time <= int(cost.times(lengths[samples], cp).sum()) * cp // len(grid):
+    sizes = lengths[np.asarray(samples)]
+    num_microbatches = -(-int(padded(sizes, cost.doc_multiple).sum()) // (len(grid) * rank_tokens))
+    least = int(cost.times(sizes, cp).sum()) * cp // len(grid) + round(num_microbatches * cost.microbatch_ns)
+    if time <= least:
         return grid
     of_fixed = fixed_cp()
     return grid if time <= makespan_ns(of_fixed, lengths, cost) * (1 + BETTER) else of_fixed

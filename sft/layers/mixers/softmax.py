@@ -1,15 +1,18 @@
 """Softmax attention: full attention, and the parts that attention over a window (`window.py`) shares with it."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from sft.config import Config, ModelConfig
 from sft.config.full_attention import FullAttentionConfig
+from sft.config.mixer_section import LayerKind
 from sft.layers.mixer import Mixer
 from sft.layers.mixers.head_chunks import ChunkedBytes
 from sft.layers.mixers.softmax_bytes import (
     PortableBytes,
     SoftmaxBytes,
     TransformerEngineBytes,
+    all_kinds,
     has_flash,
     num_head_groups,
 )
@@ -59,13 +62,20 @@ class SoftmaxAttention(Mixer):
 
     weights = _WEIGHTS
 
+    @cached_property
+    def _kinds(self) -> frozenset[LayerKind]:
+        return all_kinds(self.model)
+
     def bytes(self, config: Config, rank: RankShare, pack: float) -> SoftmaxBytes:
         """Bytes of activations.  attention.backend = auto counts as portable, the only backend that runs everywhere."""
         if config.attention.backend == "te":
             return TransformerEngineBytes(model=self.model, rank=rank, cp_comm=config.parallel.cp_comm)
         kernels = {*(config.attention.kernels or ())}
         is_plain = kernels == {"torch"} or (has_flash(self.model) and bool(kernels) and kernels <= {"torch", "ffpa"})
-        whole = PortableBytes(model=self.model, rank=rank, is_plain=is_plain, is_deterministic=config.run.deterministic)
+        is_deterministic = config.run.deterministic
+        whole = PortableBytes(
+            model=self.model, rank=rank, kinds=self._kinds, is_plain=is_plain, is_deterministic=is_deterministic
+        )
         chunks = config.train.head_chunks
         return whole if chunks is None else ChunkedBytes.of(whole, chunks)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from sft.config import ModelConfig
+from sft.config.mixer_section import LayerKind
 from sft.layers.mixer import MixerBytes
 from sft.layers.rank_share import FP32, RankShare
 
@@ -37,6 +38,11 @@ def query_sums(rank: RankShare, heads: float, tokens: float, *, width: float, is
     copies = math.ceil(MULTIPROCESSORS / (rank.sequences * heads)) if is_deterministic else 1
     rows = tokens + 128 * (rank.sequences - rank.sequences / rank.documents)
     return copies * FP32 * heads * width * rows
+
+
+def all_kinds(model: ModelConfig) -> frozenset[LayerKind]:
+    """The kinds of all layers, with that of the block for multi-token prediction."""
+    return frozenset(model.kind_of(number + 1) for number in range(model.num_layers + model.has_mtp))
 
 
 def has_flash(model: ModelConfig) -> bool:
@@ -144,12 +150,14 @@ class PortableBytes(SoftmaxBytes):
     """Bytes of the portable backend.  `saved` is exact: tests/ranks/test_saved_tensors.py counts these bytes.
 
     kernel    the attention kernel; None: the kernel that takes most memory among those that may run
+    kinds     the kinds of the model's layers, if the caller knows them; None: computed here
     is_plain  whether the recipe wants plain torch
     is_deterministic  run.deterministic
     is_view   whether outputs and their gradients are views of those of more heads
     """
 
     kernel: _Kernel | None = None
+    kinds: frozenset[LayerKind] | None = None
     is_plain: bool = False
     is_deterministic: bool = False
     is_view: bool = False
@@ -167,10 +175,10 @@ class PortableBytes(SoftmaxBytes):
 
     def _working(self, pack: float) -> tuple[float, float]:
         """`local` and `gathered` of the kernel and the kind of layer, full or window, for which their sum is larger."""
-        model = self.model
+        kinds = all_kinds(self.model) if self.kinds is None else self.kinds
         if self.kernel is None:
-            return max((replace(self, kernel=kernel)._working(pack) for kernel in self._kernels), key=sum)
-        kinds = {model.kind_of(number + 1) for number in range(model.num_layers + model.has_mtp)}
+            kernels = (replace(self, kernel=kernel, kinds=kinds) for kernel in self._kernels)
+            return max((own._working(pack) for own in kernels), key=sum)
         full, window = "full attention" in kinds, "window attention" in kinds
         return max([self._full_layer(pack)] * full + [self._window_layer(pack)] * window, key=sum)
 

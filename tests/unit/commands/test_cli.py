@@ -13,6 +13,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from sft.cli import main
 from sft.errors import PeerError, StorageError, TrainingError
 from sft.parallel.layout import Layout
+from sft.planner import fit
+from sft.planner.task import Task
 from sft.recipe.resolved import Recipe
 from sft.run import environment
 
@@ -45,6 +47,25 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command, env = [sys.executable, *arguments], {"PYTHONPATH": str(ROOT), **environment}
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+
+
+# Whether a recipe fits a GPU
+
+
+def test_check_asks_whether_the_recipe_fits_with_the_lengths_of_the_corpus(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """First with documents as long as packs, before the data is read; then with those of the data."""
+    asked: list[list[float]] = []
+
+    def problem(task: Task, layout: Layout) -> str | None:
+        asked.append(task.lengths.tokens.tolist())
+        return "short documents need more memory." if len(asked) == 2 else None
+
+    monkeypatch.setattr(fit, "problem", problem)
+    assert main(["check", "a.yaml", "--gpu", "h100", "run.device=cuda"]) == 2
+    assert asked == [[1024.0], [34.0]]
+    assert "short documents need more memory." in capsys.readouterr().err
 
 
 # The modules that a command imports

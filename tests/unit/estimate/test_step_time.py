@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 
 from sft.data.packing.balance import assign, efficiency
+from sft.data.packing.cp_cost import CpCost
+from sft.data.packing.cp_grid import makespan_ns
+from sft.data.packing.dynamic_cp import assign as plan_groups
 from sft.data.packing.plan import plan_epoch
 from sft.estimate import uneven
 from sft.estimate.constants import Constants, assumed
@@ -137,6 +140,43 @@ def test_waits_are_about_those_of_the_trainer_s_packs(meets: bool) -> None:
     expected = 1.15 if meets else 1.01
     assert np.mean(found) == pytest.approx(expected, abs=0.01)
     assert uneven.slowest(config, layout, Lengths.of_corpus(lengths)) == pytest.approx(expected, abs=NEAR_WAITS)
+
+
+def test_groups_wait_for_the_longest_documents() -> None:
+    """Documents of 9 and 3 on a rank each, which wait: 3 more than the mean of 6, also where they meet once a step.
+    Documents of 12 on four ranks and of 4 4 1 1 on one each: the first row takes 12 / 4, and 4 and 4 are in the next.
+    """
+    nothing = np.zeros(2)
+    for meeting in (2, 1):
+        assert uneven.of_groups(np.array([9.0, 3.0]), nothing, np.array([1, 1]), 2, meeting, 20) == 3.0
+    tokens, sizes = np.array([12.0, 4.0, 4.0, 1.0, 1.0]), np.array([4, 1, 1, 1, 1])
+    # Two rows of four ranks of 4 tokens hold all: the mean row takes 22 / 8, so 12 on four ranks and 4 are long.
+    assert uneven.of_groups(tokens, np.zeros(5), sizes, 4, 4, 4) == 3 + 4 - 22 / 4
+    assert uneven.of_groups(tokens, np.zeros(5), sizes, 4, 1, 4) == 0.0
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "weights"])
+def test_waits_with_dynamic_cp_are_about_those_of_the_trainer_s_plan(shard: str) -> None:
+    """Against plans of lognormal lengths for 16 ranks; each token and its attention take time, messages none."""
+    lengths = np.minimum(np.random.RandomState(0).lognormal(9.2, 1.0, 4000).astype(np.int64) + 1, 65_536)
+    parallel = {"cp": 4, "shard": shard, "dynamic_cp": True}
+    sections = {"data": {"seq_length": 65_536}, "train": {"global_batch_size": 16}}
+    config, layout = of_millions(16, parallel=parallel, **sections)
+    attention = AttentionCost.of(config.model)
+    cost = CpCost(attention=attention, token_ns=1000.0, wait_ranks=16 if shard == "weights" else 1)
+    plan = plan_epoch(lengths, capacity=65_536, doc_multiple=1, seed=0, epoch=0, shuffle=True)
+    found, shares = [], []
+    for batch in range(0, len(plan) // 16, 2):
+        ids = [i for pack in plan.batch(batch, 16) for i in pack]
+        grid = plan_groups(ids, lengths, dp=4, cp=4, rank_tokens=65_536 // 4, cost=cost)
+        of_attention = attention(lengths[ids]).sum() / 16
+        mean = lengths[ids].sum() / 16 + of_attention
+        found.append(makespan_ns(grid, lengths, cost) / 1000 / mean)
+        shares.append(of_attention / mean)
+    waits = (uneven.slowest(config, layout, Lengths.of_corpus(lengths)) - 1) * np.mean(shares)  # of the mean step
+    expected = 1.04 if shard == "weights" else 1.002
+    assert np.mean(found) == pytest.approx(expected, abs=0.01)
+    assert 1 + waits == pytest.approx(expected, abs=NEAR_WAITS)
 
 
 def test_fp8_makes_products_of_layers_faster() -> None:

@@ -128,7 +128,7 @@ def test_fixed_cp_stays_where_the_grid_would_be_slower() -> None:
             calls.append(grid)
             return even
 
-        return unless_longer(grid, [0, 1, 2, 3], lengths, fixed_cp, cp=2, cost=cost)
+        return unless_longer(grid, [0, 1, 2, 3], lengths, fixed_cp, cp=2, rank_tokens=5, cost=cost)
 
     slow = replace(TOKEN, microbatch_ns=10.0)
     assert kept(alone, TOKEN) is even and kept(more, slow) is even and len(calls) == 2
@@ -136,6 +136,9 @@ def test_fixed_cp_stays_where_the_grid_would_be_slower() -> None:
     assert kept(alone, sent) is alone and len(calls) == 2
     within = replace(TOKEN, microbatch_ns=100.0)  # 208 and 207 ns: nearly equal, so the plan with fewer bytes is taken
     assert kept(alone, within) is alone and len(calls) == 3
+    # 14 tokens need two microbatches on ranks of 5 tokens, so fixed CP takes 7 and 2 x 1,000 ns at least.
+    long = replace(sent, microbatch_ns=1000.0)
+    assert kept(alone, long) is alone and len(calls) == 3
 
 
 def test_a_document_longer_than_the_step_runs_on_more_ranks_than_hold_it() -> None:

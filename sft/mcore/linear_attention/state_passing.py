@@ -75,6 +75,7 @@ class HeadwisePassing:
               head of a fragment
     returned  int64, the inverse of this permutation
     steps     one for each level but the last
+    read      what backward reads of this rank's maps and states
     """
 
     cp: CpGroup
@@ -83,12 +84,14 @@ class HeadwisePassing:
     composed: Tensor
     returned: Tensor
     steps: tuple[LevelStep, ...]
+    read: "ReadRows"
 
     @staticmethod
     def of(links: FragmentLinks, heads: int, cp: CpGroup, device: torch.device) -> "HeadwisePassing":
         """heads: value heads of this rank"""
         shares = [heads // cp.size + (rank < heads % cp.size) for rank in range(cp.size)]
         order, steps = _steps(links.predecessors, device)
+        read = ReadRows.of(links, cp.rank, device)
         if cp.size > 1:  # a rank sends [heads of the share, its fragments]
             counts, share = np.array(links.counts), shares[cp.rank]
             before, count = np.repeat(np.cumsum(counts) - counts, counts), np.repeat(counts, counts)
@@ -96,7 +99,7 @@ class HeadwisePassing:
             order = (first[:, None] + count[:, None] * np.arange(share))[order].ravel()
         composed, returned = (send(torch.from_numpy(rows), device) for rows in (order, np.argsort(order)))
         return HeadwisePassing(
-            cp=cp, counts=links.counts, shares=shares, composed=composed, returned=returned, steps=steps
+            cp=cp, counts=links.counts, shares=shares, composed=composed, returned=returned, steps=steps, read=read
         )
 
     def initial_states(self, maps: Tensor, offsets: Tensor) -> Tensor:
@@ -131,6 +134,57 @@ class HeadwisePassing:
         by_rank = composed.flatten(0, 1).index_select(0, self.returned)
         dist.all_to_all_single(returned, by_rank, all_sent, all_received, group=self.cp.members)
         return returned.unflatten(0, (heads, n)).transpose(0, 1).contiguous()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadRows:
+    """What backward reads of the maps A and of the states before this rank's n linked fragments.
+
+    It reads A of fragments with a predecessor and a successor.  Fragments with the same predecessor, such as branches
+    at one fork, have the same state.
+
+    count   n
+    maps    int64, the fragments whose A is read; None: all
+    states  int64, one fragment for each state; None: all states differ
+    before  int64 [n], the state before each fragment, as index in `states`; None: all states differ
+    """
+
+    count: int
+    maps: Tensor | None
+    states: Tensor | None
+    before: Tensor | None
+
+    @staticmethod
+    def of(links: FragmentLinks, cp_rank: int, device: torch.device) -> "ReadRows":
+        first, count = sum(links.counts[:cp_rank]), links.counts[cp_rank]
+        predecessors, own = links.predecessors, slice(first, first + count)
+        is_read = ((predecessors >= 0) & np.isin(np.arange(len(predecessors)), predecessors))[own]
+        _, states, before = np.unique(predecessors[own], return_index=True, return_inverse=True)
+
+        def sent(rows: np.ndarray, is_less: bool) -> Tensor | None:
+            return send(torch.from_numpy(rows), device) if is_less else None
+
+        return ReadRows(
+            count=count,
+            maps=sent(np.flatnonzero(is_read), not is_read.all()),
+            states=sent(states, len(states) < count),
+            before=sent(before, len(states) < count),
+        )
+
+    def kept(self, maps: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of maps and states [n, heads, ...] to save for backward."""
+        return _chosen(maps, self.maps), _chosen(states, self.states)
+
+    def restored(self, maps: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Maps and states [n, heads, ...] from the rows that were kept, with zeros for maps that are not read."""
+        if self.maps is not None:
+            kept, maps = maps, maps.new_zeros((self.count, *maps.shape[1:]))
+            maps.index_copy_(0, self.maps, kept)
+        return maps, _chosen(states, self.before)
+
+
+def _chosen(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x.index_select(0, rows)
 
 
 def _states(maps: Tensor, offsets: Tensor, steps: Sequence[LevelStep]) -> Tensor:

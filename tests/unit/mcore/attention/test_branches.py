@@ -19,6 +19,7 @@ from sft.parallel.branches import Branches
 from sft.parallel.context_parallel import local_indices
 from sft.parallel.halo import Halo
 from tests.plain_flash import PLAIN
+from tests.ranks.alive import Alive
 from tests.trees import random_tree, text_by_text
 
 CPU, SCALE, HEADS = torch.device("cpu"), 0.4, 4
@@ -177,8 +178,10 @@ def test_keys_of_a_parent_are_gathered_once_more() -> None:
     assert isinstance(kernel.key_source, AllGatheredKeys)
     of_sequences = [0, 1, 0, 1, 6, 7, 8, 9, 2, 3, 4, 4, 10, 11, 5]
     assert kernel.key_source.key_order.tolist() == [*of_sequences, 0, 1, 6]
-    (call,) = kernel.parent_calls
-    assert (call.queries.tolist(), call.keys.tolist()) == ([4, 5], [15, 16, 17])  # type: ignore[union-attr]
+    assert kernel.parent_keys is not None
+    assert (kernel.parent_keys.queries, kernel.parent_keys.keys) == (slice(4, 6), slice(15, 18))
+    (call,) = kernel.parent_keys.calls
+    assert (call.queries, call.keys) == (slice(0, 2), slice(0, 3))
 
 
 def test_calls_are_merged_in_fp32() -> None:
@@ -191,7 +194,44 @@ def test_calls_are_merged_in_fp32() -> None:
     kernel = FlashKernel.of(boundaries, 1, 0, CPU, operators=PLAIN, branches=branches)
     out, lse = kernel.forward(*tensors_, SCALE)
     found = [out, *kernel.backward(grad, *tensors_, out, lse, SCALE)]
-    assert [x.dtype for x in (*found, lse)] == [torch.bfloat16] * 2 + [torch.float32] * 3
+    assert [x.dtype for x in (*found, lse)] == [torch.bfloat16] * 4 + [torch.float32]
     exact = [expected.detach(), *torch.autograd.grad(expected, whole, grad.double())]
     errors = [float((ours.double() - theirs).norm() / theirs.norm()) for ours, theirs in zip(found, exact)]
     assert errors[0] < ROUNDED_TOLERANCE[0] and max(errors[1:]) < ROUNDED_TOLERANCE[1]
+
+
+def allocated(plain: int, is_tree: bool) -> tuple[int, int]:
+    """The most bytes that forward and backward allocate, in bf16 with operators that only make results.
+
+    Documents of `plain` and of 160 tokens; the second has two branches of 80, after 80 and after its 160 tokens.
+    """
+    branches = Branches.of([-1, -1, 1, 1], [0, 0, 80, 160]) if is_tree else None
+
+    def forward(query: Tensor, keys: Tensor, values: Tensor, *sizes: Any, **options: Any) -> Any:
+        return torch.empty_like(query), query.new_zeros((query.shape[1], len(query)), dtype=torch.float32)
+
+    def backward(grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, *rest: Any, **options: Any) -> Any:
+        return torch.empty_like(query), torch.empty_like(keys), torch.empty_like(values)
+
+    edges = np.cumsum([0, plain, 160, 80, 80]).astype(np.int32)
+    kernel = FlashKernel.of(edges, 1, 0, CPU, operators=Operators(forward, backward), branches=branches)
+    query, keys = (torch.zeros(int(edges[-1]), heads, 8, dtype=torch.bfloat16) for heads in (4, 2))
+    with Alive() as of_forward:
+        out, lse = kernel.forward(query, keys, keys, 1.0)
+    with Alive() as of_backward:
+        kernel.backward(query, query, keys, keys, out, lse, 1.0)
+    return of_forward.peak, of_backward.peak
+
+
+def test_sums_of_several_calls_are_for_branches_and_the_keys_before_them() -> None:
+    """Plain documents need no memory more.  The first call has 160 queries, which follow each other, and 80 keys.
+
+    Forward: outputs in fp32, 160 x 32 x 4 bytes; outputs of the call, 160 x 32 x 2; three log-sum-exps, two shares
+    and a difference of the same size, 160 x 4 x 4.  Backward: sums in fp32 of 160 queries and 160 keys
+    and values; the log-sum-exp; gradients of the call.
+    """
+    for plain in (800, 1600):
+        more = [tree - alone for tree, alone in zip(allocated(plain, True), allocated(plain, False))]
+        of_forward = 160 * 32 * 4 + 160 * 32 * 2 + (3 + 2 + 1) * 160 * 4 * 4
+        of_backward = 160 * (32 + 2 * 16) * 4 + 160 * 4 * 4 + (160 * 32 + 2 * 80 * 16) * 2
+        assert more == [of_forward, of_backward]

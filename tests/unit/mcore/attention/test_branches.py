@@ -1,5 +1,6 @@
 """Attention of branches equals attention of each text by itself, with any kernel on any number of ranks."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,6 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from sft.layers.mixers.parent_bytes import parent_keys
+from sft.layers.rank_share import RankShare
+from sft.layers.tree_share import TreeDocuments, TreeShare
 from sft.mcore.attention import packed_attention as packed_attention_module
 from sft.mcore.attention import torch_kernel
 from sft.mcore.attention.flash_kernel import FlashKernel, Operators
@@ -200,20 +204,18 @@ def test_calls_are_merged_in_fp32() -> None:
     assert errors[0] < ROUNDED_TOLERANCE[0] and max(errors[1:]) < ROUNDED_TOLERANCE[1]
 
 
-def allocated(plain: int, is_tree: bool) -> tuple[int, int]:
-    """The most bytes that forward and backward allocate, in bf16 with operators that only make results.
-
-    Documents of `plain` and of 160 tokens; the second has two branches of 80, after 80 and after its 160 tokens.
-    """
-    branches = Branches.of([-1, -1, 1, 1], [0, 0, 80, 160]) if is_tree else None
+def allocated(lengths: list[int], branches: Branches | None) -> tuple[int, int]:
+    """The most bytes that forward and backward allocate, in bf16 with operators that only make results, and in backward
+    fp32 sums of queries."""
 
     def forward(query: Tensor, keys: Tensor, values: Tensor, *sizes: Any, **options: Any) -> Any:
         return torch.empty_like(query), query.new_zeros((query.shape[1], len(query)), dtype=torch.float32)
 
     def backward(grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, *rest: Any, **options: Any) -> Any:
-        return torch.empty_like(query), torch.empty_like(keys), torch.empty_like(values)
+        sums = torch.empty_like(query, dtype=torch.float32)
+        return sums.to(query.dtype), torch.empty_like(keys), torch.empty_like(values)
 
-    edges = np.cumsum([0, plain, 160, 80, 80]).astype(np.int32)
+    edges = np.cumsum([0, *lengths]).astype(np.int32)
     kernel = FlashKernel.of(edges, 1, 0, CPU, operators=Operators(forward, backward), branches=branches)
     query, keys = (torch.zeros(int(edges[-1]), heads, 8, dtype=torch.bfloat16) for heads in (4, 2))
     with Alive() as of_forward:
@@ -223,15 +225,29 @@ def allocated(plain: int, is_tree: bool) -> tuple[int, int]:
     return of_forward.peak, of_backward.peak
 
 
+def more_bytes(lengths: list[int], branches: Branches) -> list[int]:
+    """`allocated` with a tree, beyond that without."""
+    return [tree - alone for tree, alone in zip(allocated(lengths, branches), allocated(lengths, None))]
+
+
 def test_sums_of_several_calls_are_for_branches_and_the_keys_before_them() -> None:
-    """Plain documents need no memory more.  The first call has 160 queries, which follow each other, and 80 keys.
+    """A plain document needs no memory more.  The tree has a trunk of 160 tokens, and branches of 80 after 80 and after
+    all.  The first call has 160 queries, which follow each other, and 80 keys.
 
     Forward: outputs in fp32, 160 x 32 x 4 bytes; outputs of the call, 160 x 32 x 2; three log-sum-exps, two shares
-    and a difference of the same size, 160 x 4 x 4.  Backward: sums in fp32 of 160 queries and 160 keys
-    and values; the log-sum-exp; gradients of the call.
+    and a difference of the same size, 160 x 4 x 4.  Backward: the causal call's sums are free by then, and larger.
     """
+    of_forward = 160 * 32 * 4 + 160 * 32 * 2 + (3 + 2 + 1) * 160 * 4 * 4
     for plain in (800, 1600):
-        more = [tree - alone for tree, alone in zip(allocated(plain, True), allocated(plain, False))]
-        of_forward = 160 * 32 * 4 + 160 * 32 * 2 + (3 + 2 + 1) * 160 * 4 * 4
-        of_backward = 160 * (32 + 2 * 16) * 4 + 160 * 4 * 4 + (160 * 32 + 2 * 80 * 16) * 2
-        assert more == [of_forward, of_backward]
+        tree = Branches.of([-1, -1, 1, 1], [0, 0, 80, 160])
+        assert more_bytes([plain, 160, 80, 80], tree) == [of_forward, 0]
+
+
+@pytest.mark.parametrize("forks, keys", [(range(32, 960, 32), 928), ([640] * 29, 640)], ids=["trace", "best of 29"])
+def test_the_estimate_has_the_bytes_of_branches(forks: Sequence[int], keys: int) -> None:
+    """What the causal call has at most, its sums in fp32, is added.  The estimate leaves out log-sum-exps."""
+    counted = more_bytes([960, *[48] * len(forks)], Branches.of([-1, *[0] * len(forks)], [0, *forks]))[1]
+    counted += (960 + 48 * len(forks)) * 4 * 8 * 4
+    trees = TreeShare((TreeDocuments(len(forks), 48, 500),), forks=len({*forks}), keys=keys)
+    predicted = parent_keys(RankShare(trees=trees), queries=4 * 8, pairs=2 * 2 * 8)
+    assert counted / predicted == pytest.approx(1.0, abs=0.1)

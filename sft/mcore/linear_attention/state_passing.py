@@ -48,15 +48,19 @@ class LevelStep:
     after     the fragments of the next level, which are these successors
     followed  those of `after` that have successors themselves; they are the first
     parents   int64, the predecessor of each in `after`, as index in `before`; None: 0, 1, 2, ...
-    children  if there are parents: for i = 0, 1, ..., the fragments in `before` with more than i successors, and the
-              i-th successor of each, as index in `after`
+    children  int64, if there are parents: the fragments in `after` in the order of their predecessors
+    sums      rows of `children` that are added to others, all at once, one pair of tensors (to, from) after the other.
+              Then the first child of each predecessor has the sum of all
+    firsts    int64, the row of the first child of each in `before`
     """
 
     before: slice
     after: slice
     followed: slice
     parents: Tensor | None
-    children: tuple[tuple[Tensor, Tensor], ...]
+    children: Tensor | None
+    sums: tuple[tuple[Tensor, Tensor], ...]
+    firsts: Tensor | None
 
 
 _Compose = Callable[[Tensor, Tensor, Sequence[LevelStep]], Tensor]
@@ -202,10 +206,13 @@ def _gradients(maps: Tensor, dstates: Tensor, steps: Sequence[LevelStep]) -> Ten
     last = torch.zeros_like(dstates, memory_format=torch.contiguous_format)
     for step in reversed(steps):
         dstates[step.followed] += maps[step.followed] @ last[step.followed]
-        if step.parents is None:
+        if step.children is None or step.firsts is None:
             last[step.before] = dstates[step.after]
-        for parents, children in step.children:  # adds in the same order at each call: no parent occurs twice
-            last[step.before].index_add_(0, parents, dstates[step.after].index_select(0, children))
+            continue
+        of_children = dstates[step.after].index_select(0, step.children)
+        for to, others in step.sums:  # adds in the same order at each call: no row occurs twice
+            of_children.index_add_(0, to, of_children.index_select(0, others))
+        last[step.before] = of_children.index_select(0, step.firsts)
     return last
 
 
@@ -244,16 +251,26 @@ def _followed_first(fragments: np.ndarray, num_successors: np.ndarray) -> np.nda
 
 
 def _relatives(parents: np.ndarray, num_children: np.ndarray, device: torch.device) -> dict[str, Any]:
-    """`LevelStep.parents` and `LevelStep.children`.
+    """The fields of `LevelStep` about parents and children.
 
     parents: index of each child's parent; num_children: of each parent
+
+    Siblings are added in pairs, then pairs in pairs: 5 siblings a b c d e -> a + b, c + d, then (a + b) + (c + d), then
+    e.  So hundreds of siblings take a few additions.
     """
     if np.array_equal(parents, np.arange(len(num_children))):
-        return {"parents": None, "children": ()}
-    by_parent, first = np.argsort(parents, kind="stable"), np.cumsum(num_children) - num_children
-    chosen = [np.flatnonzero(num_children > i) for i in range(num_children.max())]
-    children = [(parent, by_parent[first[parent] + i]) for i, parent in enumerate(chosen)]
+        return {"parents": None, "children": None, "sums": (), "firsts": None}
+
+    def sent(rows: np.ndarray) -> Tensor:
+        return send(torch.from_numpy(rows), device)
+
+    first, rows = np.cumsum(num_children) - num_children, np.arange(len(parents))
+    number, count = rows - np.repeat(first, num_children), np.repeat(num_children, num_children)  # among siblings
+    strides = [2**i for i in range(int(num_children.max() - 1).bit_length())]
+    to = [rows[(number % (2 * stride) == 0) & (number + stride < count)] for stride in strides]
     return {
-        "parents": send(torch.from_numpy(parents), device),
-        "children": tuple((send(torch.from_numpy(x), device), send(torch.from_numpy(y), device)) for x, y in children),
+        "parents": sent(parents),
+        "children": sent(np.argsort(parents, kind="stable")),
+        "sums": tuple((sent(x), sent(x + stride)) for x, stride in zip(to, strides)),
+        "firsts": sent(first),
     }

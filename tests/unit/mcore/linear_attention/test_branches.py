@@ -40,12 +40,13 @@ def texts(cu_seqlens: np.ndarray, branches: Branches) -> list[tuple[list[int], i
 
 
 class Products(TorchDispatchMode):
-    """Counts batched products."""
+    """Counts batched products and additions of rows."""
 
-    count = 0
+    count = additions = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func is torch.ops.aten.bmm.default
+        self.additions += func is torch.ops.aten.index_add_.default
         return func(*args, **(kwargs or {}))
 
 
@@ -164,3 +165,5 @@ def test_launches_do_not_depend_on_the_number_of_branches() -> None:
             with Products() as products:
                 compose(maps, offsets)
             assert products.count == 1  # two levels
+        # The trunk's first fragment has the branches and the rest of the trunk as successors; they are added in pairs.
+        assert products.additions == {1: 1, 5: 3, 40: 6}[count]

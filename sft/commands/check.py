@@ -97,11 +97,13 @@ def _check_data(recipe: "Recipe", layout: "Layout", gpu: "Gpu | None") -> None:
 
     # Not before: these modules import torch, and _print_model refuses a recipe that does not fit.
     from sft.commands.resume_lines import with_data
+    from sft.console import size
     from sft.data.cache.prepare import prepare_recipe
     from sft.data.inspect import cp_forecast
     from sft.data.inspect.forecast import length_lines
     from sft.data.loader import make_loader
     from sft.estimate.lengths import Lengths
+    from sft.estimate.memory import estimate
     from sft.parallel.layout import vocab_rows
     from sft.recipe.start import check_weights
     from sft.weights.trained import trained_weights
@@ -127,6 +129,11 @@ def _check_data(recipe: "Recipe", layout: "Layout", gpu: "Gpu | None") -> None:
     lines, warnings = with_data(recipe, layout, corpus, loader, rows)
     print_group("resume", lines)
     lengths = Lengths.of_corpus(corpus.shapes)
+    if lengths.trees:
+        needed = estimate(recipe.config, layout, rows, trained=trained, lengths=lengths).device
+        print_group(
+            "memory", [f"per rank with the trees of an average pack, estimated and not measured: {size(needed)}"]
+        )
     if gpu is not None:
         _check_fit(recipe, layout, rows, trained, lengths, gpu)
     _print_time(recipe, layout, tokenizer.vocab_size, lengths, gpu)

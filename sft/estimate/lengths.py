@@ -1,15 +1,16 @@
 """The distribution of document lengths, from which time and memory of attention are predicted."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from sft.errors import ConfigError
 from sft.layers.flops import AttentionCost
 from sft.layers.rank_share import RankShare
+from sft.layers.tree_share import TreeDocuments, TreeShare
 from sft.parallel.length_classes import BLOCK, may_pay
-from sft.parallel.shapes import SampleSizes, attention_cost
+from sft.parallel.shapes import SampleSizes, Shapes, attention_cost
 
 MAX_BINS = 64  # for the lengths of a corpus; all documents of a bin get the root mean square of their lengths
 
@@ -20,10 +21,12 @@ class Lengths:
 
     tokens  lengths of documents, float64 [n]
     shares  share of the documents with each length, float64 [n]; their sum is 1
+    trees   the trees of a pack of one token
     """
 
     tokens: np.ndarray
     shares: np.ndarray
+    trees: TreeShare = field(default_factory=TreeShare)
 
     @staticmethod
     def all_of(length: int) -> "Lengths":
@@ -33,7 +36,7 @@ class Lengths:
     @staticmethod
     def of_corpus(samples: SampleSizes) -> "Lengths":
         """The distribution of a corpus.  A tree counts as several documents of one length, with the same sum of tokens
-        and the same cost of attention as the tree.
+        and the same cost of attention as the tree.  For memory, `trees` has its documents.
 
         a document of 6 tokens, and a branch of 4 after its first 4 -> 10 / 8.4 documents of 8.4 tokens: attention costs
         6^2 + 8^2 - 4^2 = 84 = (10 / 8.4) x 8.4^2
@@ -55,7 +58,7 @@ class Lengths:
             squares = np.bincount(bins, counts * values**2, MAX_BINS)
             used = totals > 0
             values, counts = np.sqrt(squares[used] / totals[used]), totals[used]
-        return Lengths(values, counts / counts.sum())
+        return Lengths(values, counts / counts.sum(), _trees(samples).times(1 / float(tokens.sum())))
 
     @staticmethod
     def read(text: str) -> "Lengths":
@@ -81,7 +84,8 @@ class Lengths:
         return tokens, self.shares * seq_length / float(self.shares @ tokens)
 
     def of_rank(self, rank: RankShare, seq_length: int, sizes: Sequence[int] | None = None) -> RankShare:
-        """The rank with the documents of an average pack.  sizes: the cp size of each length; None: cp of the rank
+        """The rank with the documents and the trees of an average pack.  sizes: the cp size of each length; None: cp of
+        the rank
 
         A document on s of cp ranks is on one of them with probability s / cp: as two chunks, or whole if s is 1.
         lengths 2 and 6, packs of 8, cp 2, sizes 1 and 2 -> 0.5 + 2 sequences on the rank, 1.25 documents
@@ -94,5 +98,28 @@ class Lengths:
         pairs = np.concatenate([np.stack([tokens, chunk], axis=1), np.stack([chunk, chunk], axis=1)[split]])
         number = np.concatenate([counts, counts[split]])
         is_uneven = may_pay(np.ceil(pairs / BLOCK), number, seq_length / rank.cp)
-        documents = float(number.sum()) / (2 if rank.cp > 1 else 1)
-        return replace(rank, documents=max(1.0, documents), is_uneven=is_uneven)
+        trees = self.trees.times(seq_length)
+        documents = float(number.sum()) / (2 if rank.cp > 1 else 1) + trees.branches
+        return replace(rank, documents=max(1.0, documents), is_uneven=is_uneven, trees=trees)
+
+
+def _trees(samples: SampleSizes) -> TreeShare:
+    """All trees of a corpus.  Documents of 2^i .. 2^(i + 1) - 1 tokens are a group.
+
+    Branches of one sample at one depth count as if they began at one place.
+    """
+    if not isinstance(samples, Shapes):
+        return TreeShare()
+    counts = np.diff(samples.starts)
+    of_sample = np.repeat(np.arange(len(counts)), counts)
+    is_branch, is_used = samples.depths > 0, (samples.lengths > 0) & (counts > 1)[of_sample]
+    places = np.unique(np.stack([of_sample, samples.depths])[:, is_branch], axis=1)
+    size = np.log2(np.maximum(samples.lengths, 1)).astype(int)
+    groups = [
+        TreeDocuments(float(chosen.sum()), float(samples.lengths[chosen].mean()), float(samples.depths[chosen].mean()))
+        for kind in (is_branch, ~is_branch)
+        for exponent in np.unique(size[kind & is_used])
+        for chosen in [kind & is_used & (size == exponent)]
+    ]
+    keys = np.maximum.reduceat(samples.depths, samples.starts[:-1]).sum() if len(counts) else 0
+    return TreeShare(tuple(groups), float(places.shape[1]), float(keys))

@@ -154,6 +154,8 @@ def describe(config: Config, layout: Layout, vocab_size: int, trained: Trained =
         shown = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in parts.items() if num_bytes)
         of_node = memory.host_of_node(config.parallel.gpus_per_node, layout.world_size)
         lines.append(f"and of the host: {size(memory.host)}, of which {shown}; {size(of_node)} for all ranks of a node")
+    if config.data.turns == "each":
+        lines.append("without what trees of turns need beyond one document, which depends on the data")
     longest = longest_context(config, layout, vocab_size, CARD_BYTES, trained)
     most = f"{longest:,} tokens" if longest else "none, because weights, gradients and optimizer states alone need more"
     return [*lines, f"longest context in {size(CARD_BYTES)} (an 80-GB card), by the same estimate: {most}"]

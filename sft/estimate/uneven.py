@@ -24,6 +24,7 @@ from sft.parallel.meetings import domain, meeting_ranks
 
 NUM_PACKS, NUM_STEPS, OPEN_PACKS = 256, 16, 8  # packs that are drawn and filled at once, and steps that use them
 NUM_BATCHES = 4  # steps whose documents are drawn, with dynamic CP
+MAX_DOCUMENTS = 32_768  # of the drawn packs, which are fewer if they have many documents and so differ little
 
 
 def slowest(config: Config, layout: Layout, lengths: Lengths) -> float:
@@ -136,9 +137,10 @@ def of_step(packs: np.ndarray, dp: int, width: int) -> float:
 def _packs(
     tokens: tuple[float, ...], shares: tuple[float, ...], seq_length: int, attention: AttentionCost
 ) -> np.ndarray:
-    """float64 [about NUM_PACKS]: attention of packs.  A document goes into the fullest open pack that holds it."""
+    """float64 [about NUM_PACKS, or fewer]: attention of packs.  A document goes into the fullest open pack that holds it."""
     limited = np.minimum(tokens, seq_length)
-    number = int(NUM_PACKS * seq_length / (shares @ limited)) + 1
+    in_pack = seq_length / (shares @ limited)
+    number = int(max(min(NUM_PACKS * in_pack, MAX_DOCUMENTS), OPEN_PACKS * in_pack)) + 1
     drawn = np.random.RandomState(0).choice(len(limited), size=number, p=shares)
     sizes, costs = limited[drawn].tolist(), attention(limited)[drawn].tolist()
     packs: list[tuple[float, float]] = []

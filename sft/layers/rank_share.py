@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from sft.config import ModelConfig
+from sft.layers.tree_share import TreeShare
 
 FP32 = 4  # bytes of an element
 
@@ -20,6 +21,7 @@ class RankShare:
     is_fused: bool = True  # GPU kernels; False: CPU kernels, which save and copy more
     documents: float = 1.0  # documents of a pack
     is_uneven: bool = False  # whether a flash kernel may compute them in several calls (sft/parallel/length_classes.py)
+    trees: TreeShare = TreeShare()  # trees of a pack
 
     @property
     def sequences(self) -> float:

@@ -160,6 +160,7 @@ class Engine:
                 nll=-rows.logprob.double().numpy(),
                 entropy=None if rows.entropy is None else rows.entropy.numpy(),
                 correct=rows.correct.numpy(),
+                num_rows=int(mb.loss_mask.sum()),
                 buckets=accumulator.buckets(mb),
                 **self._mtp_loss.measured(i, mb),
             )

@@ -25,6 +25,7 @@ class SupervisedTokens:
     nll: np.ndarray  # float64, -log p(label) in nats
     entropy: np.ndarray | None  # in nats; None if it is not measured
     correct: np.ndarray  # above 0 if no token has a larger score than the label
+    num_rows: int  # tokens whose scores were computed; in trees, a token may have several labels of several texts
     mtp_nll: float = 0.0  # sum of -log p over the tokens that multi-token prediction predicts, and their number
     num_mtp_tokens: int = 0
     buckets: Mapping[str, np.ndarray]  # by name of the breakdown: each token's bucket (`Accumulator.buckets`)

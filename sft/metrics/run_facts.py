@@ -45,7 +45,7 @@ class RunFacts:
         return round(num_bytes * self.layout.tp * self.layout.pp)
 
     def tflops_per_rank(self, totals: Totals) -> float:
-        flops = totals.num_real_tokens * self.flops.per_token + totals.num_tokens * self.flops.per_label
+        flops = totals.num_real_tokens * self.flops.per_token + totals.num_rows * self.flops.per_label
         return (flops + totals.attention_flops) / self.seconds / self.layout.world_size / 1e12
 
     def mfu(self, totals: Totals) -> float | None:

@@ -113,6 +113,7 @@ class Totals:
     nll: float = quantity("Sum", lambda tokens: tokens.nll.sum(), float)
     entropy: float = quantity("Sum", _entropy, float)
     num_tokens: int = quantity("Sum", lambda tokens: len(tokens.nll))  # supervised tokens
+    num_rows: int = quantity("Sum", lambda tokens: tokens.num_rows)  # tokens whose scores were computed
     num_correct: int = quantity("Sum", lambda tokens: np.count_nonzero(tokens.correct))
     mtp_nll: float = quantity("Sum", lambda tokens: tokens.mtp_nll, float)  # of multi-token prediction
     num_mtp_tokens: int = quantity("Sum", lambda tokens: tokens.num_mtp_tokens)

@@ -5,12 +5,14 @@ documents.  Each is padded by itself, and the tokens of a branch attend to those
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Union
 
 import numpy as np
 
 from sft.layers.flops import AttentionCost
 from sft.parallel.alignment import aligned
+from sft.parallel.branches import Branches
 from sft.parallel.context_parallel import runs
 
 
@@ -39,6 +41,12 @@ class Shapes:
         first, counts = self.starts[numbers], self.starts[numbers + 1] - self.starts[numbers]
         documents = runs(first, counts)
         return Shapes(np.concatenate([[0], np.cumsum(counts)]), self.lengths[documents], self.depths[documents])
+
+    @cached_property
+    def branches(self) -> Branches:
+        """The documents of all samples, as if each branch began in the first document of its sample, at its depth."""
+        first = np.repeat(self.starts[:-1], np.diff(self.starts))
+        return Branches(np.where(self.depths > 0, first, -1), np.asarray(self.depths, dtype=np.int64))
 
     def sums(self, values: np.ndarray) -> np.ndarray:
         """Sums over the documents of each sample.  values: [documents]"""

@@ -133,10 +133,12 @@ class Report:
 
 
 def _lengths(task: Task) -> str:
-    tokens = task.lengths.tokens
+    tokens, is_without = task.lengths.tokens, task.config.data.turns == "each" and not task.lengths.trees
+    without = ", without trees of turns (--lengths data knows them)" if is_without else ""
     if len(tokens) == 1:
-        return f"{tokens[0]:,.0f} tokens"
-    return f"{tokens.min():,.0f} to {tokens.max():,.0f} tokens, {float(task.lengths.shares @ tokens):,.0f} on average"
+        return f"{tokens[0]:,.0f} tokens{without}"
+    mean = float(task.lengths.shares @ tokens)
+    return f"{tokens.min():,.0f} to {tokens.max():,.0f} tokens, {mean:,.0f} on average{without}"
 
 
 def table(proposals: Sequence[Proposal]) -> Iterator[str]:

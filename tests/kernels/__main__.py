@@ -38,10 +38,10 @@ PACKAGES = ("flash-attn-4", "ffpa-attn", "nvidia-cutlass-dsl", "quack-kernels", 
 
 def items() -> Iterator[Item]:
     for architecture, capability in configurations.ARCHITECTURES.items():
-        for number, demand in enumerate(configurations.softmax()):
+        for number, call in enumerate(configurations.attention_calls()):
             for name in (FLASH4, FFPA):
-                if kernels.FLASH[name].refused(demand._replace(capability=capability)) is None:
-                    yield Item(name, number, architecture, configurations.text(demand))
+                if kernels.FLASH[name].refused(call.demand._replace(capability=capability)) is None:
+                    yield Item(name, number, architecture, call.text)
         for number, refused in enumerate(configurations.REFUSED):
             if architecture in refused.architectures:
                 yield Item(REFUSED, number, architecture, f"{refused.kernel}, {configurations.text(refused.demand)}")

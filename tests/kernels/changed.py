@@ -15,6 +15,7 @@ REFUSED = "refused"  # what both packages of attention must still refuse
 _CALLS = (
     "sft/mcore/attention/flash_kernel.py",
     "sft/mcore/attention/flash_call.py",
+    "sft/mcore/attention/parent_keys.py",
     "sft/mcore/attention/package.py",
 )
 _FLASH4, _FFPA = "sft/mcore/attention/flash4.py", "sft/mcore/attention/ffpa.py"

@@ -37,13 +37,13 @@ TOKENS, KEYS, DOCUMENTS = 4096, 8192, 4
 
 def attention(name: str, number: int, architecture: str) -> Iterator[Compiled]:
     """The kernels of one call of a package's forward and backward operator."""
-    demand = list(configurations.softmax())[number]
-    yield from operators_of(name, demand, architecture)  # sets what the package reads when it is imported
+    demand, is_causal = configurations.attention_calls()[number]
+    yield from operators_of(name, demand, architecture, is_causal)  # sets what the package reads when it is imported
     reason = kernels.FLASH[name].why_not(demand._replace(capability=configurations.ARCHITECTURES[architecture]))
     assert reason is None, f"it compiles, but a run would not choose it: {reason}"
 
 
-def operators_of(name: str, demand: Demand, architecture: str) -> Iterator[Compiled]:
+def operators_of(name: str, demand: Demand, architecture: str, is_causal: bool = True) -> Iterator[Compiled]:
     """The kernels of `kernels.FLASH[name]`, called as `FlashKernel` calls them."""
     capability = configurations.ARCHITECTURES[architecture]
     with TemporaryDirectory() as folder:
@@ -60,7 +60,7 @@ def operators_of(name: str, demand: Demand, architecture: str) -> Iterator[Compi
         seen: set[str] = set()
         with FakeTensorMode(), torch.no_grad():
             start = time.perf_counter()
-            for step in _passes(kernels.FLASH[name], demand):
+            for step in _passes(kernels.FLASH[name], demand, is_causal):
                 seconds, new = time.perf_counter() - start, {path.name for path in Path(folder).rglob("*.cubin")} - seen
                 assert new, f"{step}: the compiler wrote no binary"
                 yield from _dumped(step, sorted(Path(folder, file) for file in new), max(shared), seconds)
@@ -69,7 +69,7 @@ def operators_of(name: str, demand: Demand, architecture: str) -> Iterator[Compi
                 start = time.perf_counter()
 
 
-def _passes(operators: Operators, demand: Demand) -> Iterator[str]:
+def _passes(operators: Operators, demand: Demand, is_causal: bool) -> Iterator[str]:
     """Calls forward and backward, and yields the name of each pass after its call.
 
     The calls are those of `FlashKernel`, whose own slices of fake tensors torch for CPUs cannot compute.
@@ -84,6 +84,8 @@ def _passes(operators: Operators, demand: Demand) -> Iterator[str]:
     edges = [torch.empty(DOCUMENTS + 1, dtype=torch.int32, device="cuda") for _ in range(2)]
     sequences = *edges, TOKENS // 2, KEYS // 2
     options: dict[str, float] = {"num_before": 127} if demand.has_window else {}
+    if not is_causal:
+        options["causal"] = False
     if demand.softcap is not None:
         options["softcap"] = demand.softcap
     out, lse = operators.forward(query, keys, values, *sequences, scale=0.1, **options)

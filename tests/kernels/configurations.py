@@ -1,6 +1,8 @@
 """Which kernels the families and the recipes need: one configuration for each compiled variant of a kernel.
 
-The list comes from the functions by which a run chooses its kernels.  Released models are those of
+The list comes from the functions by which a run chooses its kernels.  A layer without a window has a configuration more:
+in packs with trees, branches attend to tokens of their parents in calls without a mask (parent_keys.py); a window's keys
+are copied before each branch instead.  Released models are those of
 tests/unit/fixtures/released and tests/unit/hf/released.py; recipes are all files of recipes/.  Two layers share a
 configuration if a kernel's compiled code is the same for both: the length of a window and the number of heads do not
 matter, the number of query heads for each key head does.
@@ -73,6 +75,17 @@ class Mamba(NamedTuple):
         return f"Mamba-2 {self.state_width}/{self.head_width}, {self.heads_per_group} heads a group, {self.taps} taps"
 
 
+class AttentionCall(NamedTuple):
+    """One call of an attention kernel.  is_causal: False for calls in which branches attend to their parents"""
+
+    demand: Demand
+    is_causal: bool = True
+
+    @property
+    def text(self) -> str:
+        return text(self.demand) + ("" if self.is_causal else ", to parents")
+
+
 def models() -> Iterator[tuple[str, Config]]:
     """Name and config of every recipe, and of every released model in a recipe of the least keys."""
     with TemporaryDirectory() as folder, chdir(folder):  # with a folder for each name on the hub
@@ -112,6 +125,15 @@ def softmax() -> dict[Demand, list[str]]:
         if mixer.pair_width:
             found.setdefault(kernels.demand_of(_in_bf16(config), mixer, "cuda"), []).append(name)
     return found
+
+
+def attention_calls() -> list[AttentionCall]:
+    """All calls of `softmax`, then those without a mask."""
+    demands = [*softmax()]
+    return [
+        *map(AttentionCall, demands),
+        *(AttentionCall(demand, is_causal=False) for demand in demands if not demand.has_window),
+    ]
 
 
 def _in_bf16(config: Config) -> Config:

@@ -53,6 +53,7 @@ def fed(overrides: list[str], lengths: list[int]) -> dict[str, Any]:
                     nll=-logprob,
                     entropy=entropy,
                     correct=logprob > CORRECT_ABOVE,
+                    num_rows=len(rows),
                     buckets=accumulator.buckets(mb),
                 )
             )

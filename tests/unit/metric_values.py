@@ -32,8 +32,8 @@ def config(*overrides: str) -> Config:
 
 def totals(**changes: Any) -> Totals:
     values: dict[str, Any] = dict(
-        objective=30.0, denominator=20.0, nll=25.0, entropy=50.0, num_tokens=20, num_correct=5, num_real_tokens=100,
-        num_aligned_tokens=128, num_padded_tokens=160, num_documents=4, attention_flops=72_000.0,
+        objective=30.0, denominator=20.0, nll=25.0, entropy=50.0, num_tokens=20, num_rows=20, num_correct=5,
+        num_real_tokens=100, num_aligned_tokens=128, num_padded_tokens=160, num_documents=4, attention_flops=72_000.0,
         num_sequences=3, sequence_nll=4.5, perplexity=15.0, perplexity_min=3.0, perplexity_max=7.0,
         nll_by_position={"0-4K": 25.0, "4K+": 0.0}, num_tokens_by_position={"0-4K": 20, "4K+": 0},
         nll_by_source={"chat": 5.0, "code": 20.0}, num_tokens_by_source={"chat": 10, "code": 10},

@@ -241,14 +241,15 @@ def _cost_of_rows(
     shape  number of rows (microbatches), and of packs in a row (dp)
 
     Two sequences longer than half a pack never share a pack.  So if there are k such sequences, the k-th costliest pack
-    costs at least as much as the k-th longest sequence.  A pack costs at most as much as one that is full of sequences
+    costs at least as much as the k-th costliest of them, which among trees need not be the k-th longest.  A pack costs at most as much as one that is full of sequences
     of the length of its longest.
     """
     count = shape[0] * shape[1]
     order = np.argsort(-lengths, kind="stable")[:count]
     longest = lengths[order]
     floors, ceilings = np.zeros((2, count))
-    floors[: len(order)] = np.where(sizes[order] > seq_length // 2, work[order], 0)
+    costliest = np.sort(work[sizes > seq_length // 2])[::-1][:count]
+    floors[: len(costliest)] = costliest
     whole = seq_length // longest
     of_attention = whole * attention(longest) + attention(seq_length - whole * longest)
     ceilings[: len(order)] = seq_length + of_attention + len(lengths) / 2  # costs are rounded

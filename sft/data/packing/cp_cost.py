@@ -17,9 +17,10 @@ import numpy as np
 
 from sft.config import Config
 from sft.layers.flops import ASSUMED_SHARE, ASSUMED_TFLOPS, AttentionCost, TrainFlops
+from sft.parallel.alignment import aligned
 from sft.parallel.cp_bytes import CpBytes
 from sft.parallel.meetings import domain, meeting_ranks
-from sft.parallel.shapes import SampleSizes, attention_cost, padded
+from sft.parallel.shapes import SampleSizes, Shapes, attention_cost, padded
 
 NS = 1e9
 # Time that each layer adds to a microbatch, whatever its tokens: kernels are launched, weights and gradients are read.
@@ -93,9 +94,16 @@ class CpCost(CpBytes):
             if size > 1:
                 gb_s = self.gb_s(size)
                 of_keys = self.kv_bytes * tokens * (size - 1) / gb_s
-                computed = computed + np.maximum(of_keys - hidden, 0.0) + self.other_than_keys(tokens, size) / gb_s
+                computed = computed + np.maximum(of_keys - hidden, 0.0) + self._others(lengths, size) / gb_s
             times[k] = np.rint(computed / size)
         return times
+
+    def _others(self, samples: SampleSizes, cp_size: int) -> np.ndarray:
+        """`other_than_keys` of each sample.  Each branch of a tree has halos, and a state, of its own."""
+        if isinstance(samples, Shapes):
+            of_documents = aligned(samples.lengths, self.doc_multiple)
+            return samples.sums(self.other_than_keys(of_documents, cp_size, samples.branches))
+        return self.other_than_keys(padded(samples, self.doc_multiple), cp_size)
 
     def gb_s(self, cp_size: int) -> float:
         """Bandwidth of a rank in a group of this size, in GB/s: within a node if all such groups lie within nodes."""

@@ -210,7 +210,11 @@ class Ranks:
 
     def packed(self, level: int, block: int) -> Packs:
         """The packs of a group.  Each document, longest first, goes into the first pack with room."""
-        limit, units, numbers = self.documents.limit * self.documents.sizes[level], self._units, self.blocks[level][block]
+        limit, units, numbers = (
+            self.documents.limit * self.documents.sizes[level],
+            self._units,
+            self.blocks[level][block],
+        )
         if numbers and sum([units[number] for number in numbers]) <= limit:
             return [sorted(numbers)]
         packs: Packs = []

@@ -94,10 +94,11 @@ class HeadSizes(RecurrentSizes):
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaBytes(MixerBytes):
-    """Bytes of Gated DeltaNet, for a pack of one document.
+    """Bytes of Gated DeltaNet, for a pack of one document and of the trees of an average pack.
 
     `saved` is exact (tests/ranks/test_saved_tensors.py counts these bytes) except for the states of plain torch: a
-    fragment saves one state for each whole interval, and `saved` does not round to whole intervals.
+    fragment saves one state for each whole interval, and `saved` does not round to whole intervals.  With cp, it counts
+    the map and the state of each fragment of a tree, also those that are not saved (`state_passing.ReadRows`).
 
     heads          sizes of this rank's heads
     tokens         number of tokens of the pack on this rank
@@ -141,8 +142,13 @@ class DeltaBytes(MixerBytes):
             "delta rule's output": width * values,
             "gated norm's scale": FP32 * of_heads,
         }
-        if self.rank.cp > 1:  # the map [K, K] of each of the two fragments, and the state before it
-            saved["maps"] = 2 * state * (1 + self.heads.key_dim / self.heads.value_dim) / self.tokens
+        # The map [K, K] of a fragment, and the state before it.  With cp 1, a tree saves a map and a state for each place
+        # after which branches begin; all trees share the state zero.
+        if count := self._fragments:
+            maps = states = count
+            if self.rank.cp == 1:
+                maps, states = self.rank.trees.forks, self.rank.trees.forks + 1
+            saved["maps"] = state * (states + maps * self.heads.key_dim / self.heads.value_dim) / self.tokens
         return saved
 
     @property
@@ -155,13 +161,13 @@ class DeltaBytes(MixerBytes):
 
         The gated norm holds the gradients of its output, of its input and of the gate.  Then its output and input are
         freed.  The delta rule holds the gradients of its output and of the gate, and computes those of q, k and v.
-        With cp, the maps and states of both fragments of a rank exist three times: as computed, sent and received.
+        With cp and in trees, maps and states of a rank's fragments exist three times: as computed, sent and received,
+        or on one rank in the order of composition.
         """
         gradients = max(3 * self._values, self._values + self.heads.channels)
-        fragments = 0 if self.rank.cp == 1 else 3 * 2 * self.heads.map_bytes
         blocks = BLOCKS * FP32 * min(self.block_numbers, tokens * self.heads.channels)
         work = tokens * self.fla_work if self.is_fla else blocks
-        return tokens * self.rank.width * gradients + work + fragments
+        return tokens * self.rank.width * gradients + work + 3 * self._fragments * self.heads.map_bytes
 
     @property
     def fla_work(self) -> float:
@@ -180,6 +186,13 @@ class DeltaBytes(MixerBytes):
     @property
     def _values(self) -> int:
         return self.heads.value_heads * self.heads.value_dim
+
+    @property
+    def _fragments(self) -> float:
+        """Number of linked fragments on the rank."""
+        if self.rank.trees:
+            return self.rank.trees.fragments(self.heads.max_short(self.rank.cp), self.rank.cp)
+        return 0.0 if self.rank.cp == 1 else 2.0
 
 
 @dataclass(frozen=True)

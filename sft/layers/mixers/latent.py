@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from sft.config import Config, ModelConfig
 from sft.layers.mixer import Mixer, MixerBytes
+from sft.layers.mixers.parent_bytes import parent_keys
 from sft.layers.mixers.softmax import heads, pair_width
 from sft.layers.mixers.softmax_bytes import TransformerEngineBytes, num_head_groups, query_sums
 from sft.layers.moved import Moved
@@ -82,15 +83,16 @@ class LatentBytes(MixerBytes):
 
         The copies are the group's queries, its output and the output's gradient; each counts as wide as the queries.
         The gradient of the group's queries is summed in fp32.  In several calls, the kernel has copies of the queries,
-        outputs and gradients of a call, and its results.
+        outputs and gradients of a call, and its results.  Calls to parents come later (`parent_keys`).
         """
         width, heads = self.rank.width, self._heads / self._groups
         gradients = width * (self._heads * self.model.value_head_dim + self.queries)
         sums = query_sums(
             self.rank, heads, tokens, width=self.model.resolved_head_dim, is_deterministic=self.is_deterministic
         )
-        copies = (3 + 4 * self.rank.is_uneven) * width
-        return tokens * (gradients + copies * self.queries / self._groups) + sums
+        copies, of_group = (3 + 4 * self.rank.is_uneven) * width, self.queries / self._groups
+        parents = parent_keys(self.rank, queries=of_group, pairs=2 * of_group)
+        return tokens * (gradients + copies * of_group) + max(sums, parents)
 
     def gathered(self, pack: float) -> float:
         """Peak bytes of gathered latents, and of the keys and values of one head group.
@@ -100,8 +102,8 @@ class LatentBytes(MixerBytes):
         the gradients of both; the last four count as wide as keys.  After the kernel, it holds these gradients and the
         gradients of the expanded latents.
         """
-        # Both chunks of a rank need the early keys of a document.
-        num_keys = pack * (1 + 1 / (2 * self.rank.cp) if self.rank.cp > 1 else 1)
+        # Both chunks of a rank need the early keys of a document, and branches those of parents.
+        num_keys = pack + (pack / (2 * self.rank.cp) + self.rank.trees.keys) * (self.rank.cp > 1)
         width, latent = self.rank.width, self.model.latent_attention
         expanded = self._heads * (latent.qk_nope_head_dim + latent.v_head_dim)
         in_kernel = 4 + 2 * self.rank.is_uneven  # a call's gradients beside those of all calls

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from sft.config import ModelConfig
 from sft.config.mixer_section import LayerKind
 from sft.layers.mixer import MixerBytes
+from sft.layers.mixers.parent_bytes import parent_keys
 from sft.layers.rank_share import FP32, RankShare
 
 MAX_FLASH_HEAD = 256  # width of the widest heads that torch's flash kernel has
@@ -190,29 +191,41 @@ class PortableBytes(SoftmaxBytes):
         """
         tokens, groups = pack / self.rank.cp, num_head_groups(self.model.resolved_query_groups // self.rank.tp)
         if self.rank.cp == 1:
-            return self._in_kernel(tokens, tokens, 1), 0.0
+            return self._in_kernel(tokens, tokens, 1, self._parents(1)), 0.0
         in_transfer = self.rank.width * (groups > 2) + FP32 * (groups > 1)
         before = FP32 * self.pairs * (groups - 1) / groups  # local gradients of keys and values of other groups
         # For the flash kernel, both chunks of a rank need a copy of the early keys of a document.
-        num_keys = pack * (1 + 1 / (2 * self.rank.cp) if self._kernel.is_flash else 1)
+        num_keys = pack * (1 + 1 / (2 * self.rank.cp)) + self.rank.trees.keys if self._kernel.is_flash else pack
         gathered = self._keys(num_keys, pack * (groups == 1)) + in_transfer * self.pairs * pack
-        return self._in_kernel(tokens, 0.0, groups) + before * tokens, gathered / groups
+        return self._in_kernel(tokens, 0.0, groups, self._parents(groups)) + before * tokens, gathered / groups
 
     def _window_layer(self, pack: float) -> tuple[float, float]:
-        """`local` and `gathered` of a layer with a window, which gathers a document's halo for all heads at once."""
-        tokens = pack / self.rank.cp
+        """`local` and `gathered` of a layer with a window, which gathers a document's halo for all heads at once.
+
+        With trees, a flash kernel needs halos before branches with cp 1, too.
+        """
+        tokens, window = pack / self.rank.cp, self.model.sliding_window or 0
+        halo = self.rank.trees.halo(window, self.rank.cp) * (self._kernel.is_flash or self.rank.cp > 1)
         if self.rank.cp == 1:
-            return self._full_layer(pack)
-        num_keys = min(pack, tokens + 2 * (self.model.sliding_window or 0))
+            keys = self._keys(tokens + halo, tokens) if halo else 0.0
+            return self._in_kernel(tokens, 0.0 if halo else tokens, 1), keys
+        num_keys = min(pack, tokens + 2 * window) + halo
         return self._in_kernel(tokens, 0.0, 1), self._keys(num_keys, num_keys)
 
-    def _in_kernel(self, tokens: float, num_keys: float, groups: int) -> float:
+    def _parents(self, groups: int) -> float:
+        """Bytes of the calls of a flash kernel in which branches attend to their parents."""
+        kernel, unsummed = self._kernel, self.unsummed / groups * self._kernel.is_unsummed
+        pairs = self.pairs / groups
+        return kernel.is_flash * parent_keys(self.rank, queries=self.queries / groups, pairs=pairs, unsummed=unsummed)
+
+    def _in_kernel(self, tokens: float, num_keys: float, groups: int, parents: float = 0.0) -> float:
         """Bytes of queries, of all gradients that the kernel computes, and of its working memory.
 
         If they are views, a flash kernel has copies of the group's output and of its gradient.  The plain kernel
         holds three tiles of scores for the heads of a group: the weights, their gradient, and the weights of the
         previous tile; in bf16 on CUDA also one tile in bf16, as a factor of a product.  A call for a class of lengths
         has copies of its queries, outputs and their gradients, and its results beside those of all classes.
+        parents: bytes of calls after the causal ones, whose own memory is free by then
         """
         kernel, width = self._kernel, self.rank.width
         copied = 2 * kernel.is_flash * (groups > 1 or self.is_view) + kernel.copies_views * (groups > 1)
@@ -229,7 +242,7 @@ class PortableBytes(SoftmaxBytes):
         is_large = self.rank.is_fused and width < FP32
         of_head = (3 * FP32 + width) * LARGE_SCORE_TILE if is_large else 3 * FP32 * SCORE_TILE
         tiles = 0.0 if kernel.is_flash else heads * of_head
-        own = tokens * (self.rotated + group * self.queries / groups) + sums + keys
+        own = tokens * (self.rotated + group * self.queries / groups) + max(sums + keys, parents)
         return own + self._gradients(num_keys) + tiles
 
     def _keys(self, num_keys: float, num_sums: float) -> float:

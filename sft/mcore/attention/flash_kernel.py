@@ -6,13 +6,8 @@ the window of the chunk's first query.  The causal mask is aligned to the bottom
 last key.  With context parallelism both chunks of a rank need a document's early keys, so the two sequences together
 have 1 + 1 / (2 cp) times as many keys as the document.  No tensor has size tokens x tokens.
 
-A branch (sft/parallel/branches.py) also attends to tokens of its ancestors, in further calls without a mask
-(sft/parallel/rectangles.py).  Two results for the same queries are merged exactly, by their log-sum-exps:
-
-    lse = logaddexp(lse1, lse2)    out = out1 * exp(lse1 - lse) + out2 * exp(lse2 - lse)
-
-Backward gives `out` and `lse` of all keys to each call, and adds the gradients.  With a window, the last keys of the
-ancestors are copied before each chunk instead (sft/parallel/halo.py).
+A branch (sft/parallel/branches.py) also attends to tokens of its ancestors, in further calls (parent_keys.py).  With a
+window, the last keys of the ancestors are copied before each chunk instead (sft/parallel/halo.py).
 
 The kernels of libraries (`Operators`) are in flash2.py (torch's own), flash3.py (flash-attn-3), flash4.py
 (flash-attn-4) and ffpa.py (ffpa-attn).  torch's kernel needs values that are as wide as keys.  Narrower values are
@@ -24,6 +19,7 @@ CPU, tests pass the kernels' inputs to a plain replacement.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -31,9 +27,10 @@ import torch
 from torch import Tensor
 
 from sft.layers import kernel_rates
-from sft.mcore.attention.flash_call import Call, parent_calls
+from sft.mcore.attention.flash_call import Call, Rows
 from sft.mcore.attention.key_source import AllGatheredKeys, HaloKeys, KeySource, LocalKeys
 from sft.mcore.attention.package import Package
+from sft.mcore.attention.parent_keys import ParentKeys, last_forks
 from sft.mcore.device import send
 from sft.parallel import context_parallel
 from sft.parallel.branches import Branches
@@ -128,7 +125,7 @@ class FlashKernel:
     key_source    gets keys and values in the kernel's order: one sequence after the other.  With cp > 1, the keys of
                   parents follow, each once
     calls         the calls of the operators that compute all sequences
-    parent_calls  the calls in which branches attend to keys of their parents
+    parent_keys   the calls in which branches attend to keys of their parents; None: there are none
     window        a token attends to itself and to the window - 1 tokens before it; None: to all tokens before it
     softcap       limit of the scores; None: no limit
     """
@@ -136,7 +133,7 @@ class FlashKernel:
     key_source: KeySource
     calls: Sequence[Call]
     operators: Operators
-    parent_calls: Sequence[Call] = ()
+    parent_keys: ParentKeys | None = None
     window: int | None = None
     softcap: float | None = None
 
@@ -176,19 +173,21 @@ class FlashKernel:
             starts = np.array([chunk.document_start for chunk in chunks])
             in_pack = context_parallel.runs(starts[order], num_keys[order])
             if branches is not None:
-                last = _last_forks(branches)
+                last = last_forks(branches)
                 in_pack = np.concatenate([in_pack, context_parallel.runs(key_starts, last)])
                 key_starts = len(in_pack) - last.sum() + np.cumsum(last) - last
             key_source = AllGatheredKeys(send(torch.from_numpy(gathered[in_pack]), device))
-        to_parents = list[Call]()
+        parent_keys = None
         if branches is not None and halo is None:
             query_starts, split = cu_seqlens.astype(np.int64) // cp_size, operators.starts_all_blocks
-            to_parents = parent_calls(branches, query_starts, key_starts, split, device)
+            parent_keys = ParentKeys.of(
+                branches, query_starts, key_starts, is_copy=cp_size > 1, starts_all_blocks=split, device=device
+            )
         return FlashKernel(
             key_source=key_source,
             calls=[Call.of(num_queries, num_keys, sequences, order, device) for sequences in classes],
             operators=operators,
-            parent_calls=to_parents,
+            parent_keys=parent_keys,
             window=window,
             softcap=softcap,
         )
@@ -203,47 +202,29 @@ class FlashKernel:
             )
             out, lse = _written(out, results[0], q, len(query)), _written(lse, results[1], q, len(query), axis=1)
         assert out is not None and lse is not None
-        if self.parent_calls:
-            out, lse = self._with_parents((query, keys, padded), out, lse, scale)
+        if self.parent_keys is not None:
+            forward = partial(self.operators.forward, scale=scale, **self._options)
+            self.parent_keys.add(forward, (query, keys, padded), out, lse)
         return out[..., : values.shape[-1]], lse
-
-    def _with_parents(
-        self, inputs: tuple[Tensor, ...], out: Tensor, lse: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Add the keys of parents to the softmax of branches.  inputs: query, keys and values; changes `lse`"""
-        (query, keys, values), total = inputs, out.to(lse.dtype)
-        for call in self.parent_calls:
-            q, k = call.queries, call.keys
-            part, sums = self.operators.forward(
-                query[q], keys[k], values[k], *call.boundaries, scale=scale, causal=False, **self._options
-            )
-            before = lse[:, q]
-            lse[:, q] = after = torch.logaddexp(before, sums)
-            shares = (torch.exp(x - after).t()[:, :, None] for x in (before, sums))  # [n, heads, 1]
-            total[q] = total[q] * next(shares) + part.to(total.dtype) * next(shares)
-        return total.to(out.dtype), lse
 
     def backward(
         self, grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         width = values.shape[-1]
         grad, values, out = (self._padded(x, keys) for x in (grad, values, out))
-        gradients: list[Tensor | None] = [None, None, None]  # of queries, keys and values
-        if self.parent_calls:  # a row is in several calls
-            gradients = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, keys, values)]
-        for call in (*self.calls, *self.parent_calls):
+        backward = partial(self.operators.backward, scale=scale, **self._options)
+        dquery = dkeys = dvalues = None
+        for call in self.calls:
             q, k = call.queries, call.keys
             inputs = grad[q], query[q], keys[k], values[k], out[q], lse[:, q].contiguous()
-            options = self._options if call.is_causal else {"causal": False, **self._options}
-            results = self.operators.backward(*inputs, *call.boundaries, scale=scale, **options)
-            for number, (part, rows, like) in enumerate(zip(results, (q, k, k), (query, keys, keys))):
-                if (total := gradients[number]) is not None and self.parent_calls:
-                    total[rows] += part
-                else:
-                    gradients[number] = _written(total, part, rows, len(like))
-        dquery, dkeys, dvalues = gradients
+            results = backward(*inputs, *call.boundaries)
+            dquery = _written(dquery, results[0], q, len(query))
+            dkeys, dvalues = (_written(x, part, k, len(keys)) for x, part in zip((dkeys, dvalues), results[1:]))
         assert dquery is not None and dkeys is not None and dvalues is not None
-        return dquery.to(query.dtype), dkeys, dvalues[..., :width]
+        if self.parent_keys is not None:
+            inputs = grad, query, keys, values, out, lse
+            self.parent_keys.add_gradients(backward, inputs, (dquery, dkeys, dvalues), lse.dtype)
+        return dquery, dkeys, dvalues[..., :width]
 
     @property
     def _options(self) -> dict[str, float]:
@@ -256,7 +237,7 @@ class FlashKernel:
         return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
 
-def _written(whole: Tensor | None, part: Tensor, rows: slice | Tensor, count: int, axis: int = 0) -> Tensor:
+def _written(whole: Tensor | None, part: Tensor, rows: Rows, count: int, axis: int = 0) -> Tensor:
     """Write a part into its rows of a tensor with `count` rows along `axis`.  whole: None: not allocated yet"""
     if isinstance(rows, slice) and rows == slice(0, count):
         return part
@@ -267,11 +248,3 @@ def _written(whole: Tensor | None, part: Tensor, rows: slice | Tensor, count: in
     else:
         whole.index_copy_(axis, rows, part)
     return whole
-
-
-def _last_forks(branches: Branches) -> np.ndarray:
-    """The number of tokens of each document to which branches attend: int64 [documents]."""
-    last = np.zeros(len(branches), dtype=np.int64)
-    is_branch = branches.parents >= 0
-    np.maximum.at(last, branches.parents[is_branch], branches.forks[is_branch])
-    return last

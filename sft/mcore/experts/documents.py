@@ -42,8 +42,11 @@ class TokenDocuments:
         return table.sum(0) if self.in_text is None else (table * self.times()[:, None]).sum(0)
 
     def by_text(self, table: Tensor) -> Tensor:
-        """Sums over documents or parts, [count, n] -> sums over texts, [texts, n]."""
-        return table if self.in_text is None else self.in_text.to(table.dtype) @ table
+        """Sums over documents or parts, [count, n] -> sums over texts, [texts, n].
+
+        In float64: GPUs may round the factors of a product in fp32 to TF32.
+        """
+        return table if self.in_text is None else (self.in_text.double() @ table.double()).to(table.dtype)
 
 
 def numbered(mb: Microbatch, device: torch.device) -> tuple[Tensor, int, Tensor | None]:

@@ -30,7 +30,8 @@ def recurrent_attention(
 
 
 class _RecurrentAttention(torch.autograd.Function):
-    """Saves the inputs, A and the initial states of linked fragments, and the tensor that the kernel saves."""
+    """Saves the inputs, what backward reads of A and of the initial states of linked fragments, and the tensor that the
+    kernel saves."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
@@ -42,6 +43,8 @@ class _RecurrentAttention(torch.autograd.Function):
             a, b = kernel.transitions(prepared, schedule)
             states = passing.initial_states(a, b)
         out, saved = kernel.forward(prepared, schedule, states)
+        if passing is not None:
+            a, states = passing.read.kept(a, states)
         ctx.save_for_backward(*inputs, a, states, saved)
         ctx.setting = make, schedule, kernel, passing
         return out
@@ -53,5 +56,6 @@ class _RecurrentAttention(torch.autograd.Function):
         inputs, grad = make(*tensors), grads[0].contiguous()
         prepared, last_gradients = kernel.prepared(inputs, schedule), None
         if passing is not None:
+            a, states = passing.read.restored(a, states)
             last_gradients = passing.final_gradients(a, kernel.state_gradients(grad, prepared, schedule))
         return *kernel.backward(grad, prepared, schedule, states, saved, last_gradients), None, None, None, None

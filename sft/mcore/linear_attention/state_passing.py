@@ -50,15 +50,19 @@ class LevelStep:
     after     the fragments of the next level, which are these successors
     followed  those of `after` that have successors themselves; they are the first
     parents   int64, the predecessor of each in `after`, as index in `before`; None: 0, 1, 2, ...
-    children  if there are parents: for i = 0, 1, ..., the fragments in `before` with more than i successors, and the
-              i-th successor of each, as index in `after`
+    children  int64, if there are parents: the fragments in `after` in the order of their predecessors
+    sums      rows of `children` that are added to others, all at once, one pair of tensors (to, from) after the other.
+              Then the first child of each predecessor has the sum of all
+    firsts    int64, the row of the first child of each in `before`
     """
 
     before: slice
     after: slice
     followed: slice
     parents: Tensor | None
-    children: tuple[tuple[Tensor, Tensor], ...]
+    children: Tensor | None
+    sums: tuple[tuple[Tensor, Tensor], ...]
+    firsts: Tensor | None
 
 
 _Compose = Callable[[Tensor, Tensor, Maps, Sequence[LevelStep]], Tensor]
@@ -78,6 +82,7 @@ class HeadwisePassing:
               head of a fragment
     returned  int64, the inverse of this permutation
     steps     one for each level but the last
+    read      what backward reads of this rank's maps and states
     """
 
     cp: CpGroup
@@ -87,12 +92,14 @@ class HeadwisePassing:
     composed: Tensor
     returned: Tensor
     steps: tuple[LevelStep, ...]
+    read: "ReadRows"
 
     @staticmethod
     def of(links: FragmentLinks, heads: int, cp: CpGroup, device: torch.device, *, maps: Maps) -> "HeadwisePassing":
         """heads: value heads of this rank"""
         shares = [heads // cp.size + (rank < heads % cp.size) for rank in range(cp.size)]
         order, steps = _steps(links.predecessors, device)
+        read = ReadRows.of(links, cp.rank, device)
         if cp.size > 1:  # a rank sends [heads of the share, its fragments]
             counts, share = np.array(links.counts), shares[cp.rank]
             before, count = np.repeat(np.cumsum(counts) - counts, counts), np.repeat(counts, counts)
@@ -100,7 +107,14 @@ class HeadwisePassing:
             order = (first[:, None] + count[:, None] * np.arange(share))[order].ravel()
         composed, returned = (send(torch.from_numpy(rows), device) for rows in (order, np.argsort(order)))
         return HeadwisePassing(
-            cp=cp, maps=maps, counts=links.counts, shares=shares, composed=composed, returned=returned, steps=steps
+            cp=cp,
+            maps=maps,
+            counts=links.counts,
+            shares=shares,
+            composed=composed,
+            returned=returned,
+            steps=steps,
+            read=read,
         )
 
     def initial_states(self, maps: Tensor, offsets: Tensor) -> Tensor:
@@ -141,6 +155,57 @@ class HeadwisePassing:
         return returned.unflatten(0, (heads, n)).transpose(0, 1).contiguous()
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReadRows:
+    """What backward reads of the maps A and of the states before this rank's n linked fragments.
+
+    It reads A of fragments with a predecessor and a successor.  Fragments with the same predecessor, such as branches
+    at one fork, have the same state.
+
+    count   n
+    maps    int64, the fragments whose A is read; None: all
+    states  int64, one fragment for each state; None: all states differ
+    before  int64 [n], the state before each fragment, as index in `states`; None: all states differ
+    """
+
+    count: int
+    maps: Tensor | None
+    states: Tensor | None
+    before: Tensor | None
+
+    @staticmethod
+    def of(links: FragmentLinks, cp_rank: int, device: torch.device) -> "ReadRows":
+        first, count = sum(links.counts[:cp_rank]), links.counts[cp_rank]
+        predecessors, own = links.predecessors, slice(first, first + count)
+        is_read = ((predecessors >= 0) & np.isin(np.arange(len(predecessors)), predecessors))[own]
+        _, states, before = np.unique(predecessors[own], return_index=True, return_inverse=True)
+
+        def sent(rows: np.ndarray, is_less: bool) -> Tensor | None:
+            return send(torch.from_numpy(rows), device) if is_less else None
+
+        return ReadRows(
+            count=count,
+            maps=sent(np.flatnonzero(is_read), not is_read.all()),
+            states=sent(states, len(states) < count),
+            before=sent(before, len(states) < count),
+        )
+
+    def kept(self, maps: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of maps and states [n, heads, ...] to save for backward."""
+        return _chosen(maps, self.maps), _chosen(states, self.states)
+
+    def restored(self, maps: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Maps and states [n, heads, ...] from the rows that were kept, with zeros for maps that are not read."""
+        if self.maps is not None:
+            kept, maps = maps, maps.new_zeros((self.count, *maps.shape[1:]))
+            maps.index_copy_(0, self.maps, kept)
+        return maps, _chosen(states, self.before)
+
+
+def _chosen(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x.index_select(0, rows)
+
+
 def _states(maps: Tensor, offsets: Tensor, act: Maps, steps: Sequence[LevelStep]) -> Tensor:
     """maps [fragments, heads, ...], offsets [fragments, heads, K, V] -> the state before each fragment."""
     states = torch.zeros_like(offsets, memory_format=torch.contiguous_format)
@@ -159,10 +224,13 @@ def _gradients(maps: Tensor, dstates: Tensor, act: Maps, steps: Sequence[LevelSt
     last = torch.zeros_like(dstates, memory_format=torch.contiguous_format)
     for step in reversed(steps):
         dstates[step.followed] += act.times(maps[step.followed], last[step.followed])
-        if step.parents is None:
+        if step.children is None or step.firsts is None:
             last[step.before] = dstates[step.after]
-        for parents, children in step.children:  # adds in the same order at each call: no parent occurs twice
-            last[step.before].index_add_(0, parents, dstates[step.after].index_select(0, children))
+            continue
+        of_children = dstates[step.after].index_select(0, step.children)
+        for to, others in step.sums:  # adds in the same order at each call: no row occurs twice
+            of_children.index_add_(0, to, of_children.index_select(0, others))
+        last[step.before] = of_children.index_select(0, step.firsts)
     return last
 
 
@@ -201,16 +269,26 @@ def _followed_first(fragments: np.ndarray, num_successors: np.ndarray) -> np.nda
 
 
 def _relatives(parents: np.ndarray, num_children: np.ndarray, device: torch.device) -> dict[str, Any]:
-    """`LevelStep.parents` and `LevelStep.children`.
+    """The fields of `LevelStep` about parents and children.
 
     parents: index of each child's parent; num_children: of each parent
+
+    Siblings are added in pairs, then pairs in pairs: 5 siblings a b c d e -> a + b, c + d, then (a + b) + (c + d), then
+    e.  So hundreds of siblings take a few additions.
     """
     if np.array_equal(parents, np.arange(len(num_children))):
-        return {"parents": None, "children": ()}
-    by_parent, first = np.argsort(parents, kind="stable"), np.cumsum(num_children) - num_children
-    chosen = [np.flatnonzero(num_children > i) for i in range(num_children.max())]
-    children = [(parent, by_parent[first[parent] + i]) for i, parent in enumerate(chosen)]
+        return {"parents": None, "children": None, "sums": (), "firsts": None}
+
+    def sent(rows: np.ndarray) -> Tensor:
+        return send(torch.from_numpy(rows), device)
+
+    first, rows = np.cumsum(num_children) - num_children, np.arange(len(parents))
+    number, count = rows - np.repeat(first, num_children), np.repeat(num_children, num_children)  # among siblings
+    strides = [2**i for i in range(int(num_children.max() - 1).bit_length())]
+    to = [rows[(number % (2 * stride) == 0) & (number + stride < count)] for stride in strides]
     return {
-        "parents": send(torch.from_numpy(parents), device),
-        "children": tuple((send(torch.from_numpy(x), device), send(torch.from_numpy(y), device)) for x, y in children),
+        "parents": sent(parents),
+        "children": sent(np.argsort(parents, kind="stable")),
+        "sums": tuple((sent(x), sent(x + stride)) for x, stride in zip(to, strides)),
+        "firsts": sent(first),
     }

@@ -1,6 +1,6 @@
 """Computes all logits at once, but the softmax and its gradient in chunks of tokens.
 
-The logits and their gradient each exist once, in the dtype of the logits; twice if a token has several targets.
+The logits and their gradient each exist once, in the dtype of the logits, also if tokens have several targets.
 """
 
 from operator import itemgetter
@@ -12,7 +12,7 @@ from torch import Tensor
 from sft.config import LossConfig
 from sft.mcore.device import send
 from sft.mcore.loss.objective import RowStatistics, Targets, upstream_coefficients
-from sft.mcore.loss.softmax import gradient, slices, statistics
+from sft.mcore.loss.softmax import correct_labels, gradient, slices, statistics
 from sft.mcore.loss.vocab_parallel import VocabShard
 
 
@@ -23,13 +23,7 @@ def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: 
 
 def row_statistics(logits: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> RowStatistics:
     """`token_statistics` from logits [t, rows of this shard], which stay unchanged."""
-    rows = RowStatistics._make(_RowStatistics.apply(logits, shard, targets, loss))
-    further = targets.further
-    if further is None:
-        return rows
-    own, numbers = targets.rows[send(further.tokens, logits.device)], torch.arange(len(further), device=logits.device)
-    others = Targets(rows=numbers, labels=further.labels, weights=further.weights)
-    return rows.followed_by(row_statistics(logits.index_select(0, own), shard, others, loss))
+    return RowStatistics._make(_RowStatistics.apply(logits, shard, targets, loss))
 
 
 class _RowStatistics(torch.autograd.Function):
@@ -45,6 +39,8 @@ class _RowStatistics(torch.autograd.Function):
         for c in slices(num_tokens, loss.chunk(num_tokens)):
             all_rows.assign(c, statistics(logits[c], labels[c], shard, entropy=entropy))
         rows = all_rows.map(lambda column: column[targets.rows])
+        if targets.further is not None:
+            rows = rows.followed_by(_further_statistics(logits, shard, targets, loss))
         ctx.mark_non_differentiable(*rows.without_gradient(loss))
         ctx.save_for_backward(logits, labels, *rows)
         ctx.shard, ctx.targets, ctx.loss = shard, targets, loss
@@ -57,9 +53,14 @@ class _RowStatistics(torch.autograd.Function):
         rows = RowStatistics._make(columns)
 
         def spread(values: Tensor) -> Tensor:
-            return values.new_zeros(num_tokens).index_copy_(0, index, values)
+            return values.new_zeros(num_tokens).index_copy_(0, index, values[: len(index)])
 
-        all_rows, all_coefficients = rows.map(spread), upstream_coefficients(rows, *upstream).map(spread)
+        coefficients = upstream_coefficients(rows, *upstream)
+        all_rows, all_coefficients = rows.map(spread), coefficients.map(spread)
+        if (further := ctx.targets.further) is not None:
+            own = index[send(further.tokens, index.device)]
+            more, others = rows.map(lambda x: x[len(index) :]), coefficients.map(lambda x: x[len(index) :])
+            all_coefficients = all_coefficients.with_further(own, others)
         unsupervised = labels.new_ones(num_tokens, dtype=torch.bool).index_fill_(0, index, False)
         dlogits = torch.empty_like(logits)
         for c in slices(num_tokens, ctx.loss.chunk(num_tokens)):
@@ -67,4 +68,18 @@ class _RowStatistics(torch.autograd.Function):
             gradient(logits[c], labels[c], rows, coefficients, ctx.shard, out=dlogits[c])
             if index.numel() < num_tokens:  # scores of unsupervised tokens may be NaN
                 dlogits[c].masked_fill_(unsupervised[c, None], 0.0)
+        if further is not None:
+            shared = all_coefficients.map(lambda column: column[own])._replace(label=others.label)
+            correct_labels(own, further.labels, more, shared, ctx.shard, out=dlogits)
         return dlogits, None, None, None
+
+
+def _further_statistics(logits: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> RowStatistics:
+    """The statistics of further targets, from a chunk of their tokens' logits at a time."""
+    assert targets.further is not None
+    own, labels = targets.rows[send(targets.further.tokens, logits.device)], targets.further.labels
+    entropy = loss.measures_entropy
+    rows = RowStatistics.empty(len(own), logits, entropy=entropy)
+    for c in slices(len(own), loss.chunk(len(logits))):
+        rows.assign(c, statistics(logits[own[c]], labels[c], shard, entropy=entropy))
+    return rows

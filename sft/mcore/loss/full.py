@@ -21,14 +21,16 @@ def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: 
     # Copied, because core's function overwrites its input, and the log-sum-exp below reads the logits again.
     real = torch.arange(logits.shape[1], device=logits.device) < shard.num_real
     masked = torch.where(real, logits, -torch.inf)
-    rows, own, selected = targets.rows, targets.labels, None
-    if targets.further is not None:
-        more = rows[send(targets.further.tokens, rows.device)]
-        rows, own, selected = torch.cat((rows, more)), torch.cat((own, targets.further.labels)), masked[more]
+    rows, own, further = targets.rows, targets.labels, targets.further
+    if further is not None:
+        more = rows[send(further.tokens, rows.device)]
+        rows, own = torch.cat((rows, more)), torch.cat((own, further.labels))
     correct = _correct(masked.detach()[rows], own - shard.first, shard)
-    nll = _cross_entropy(masked, labels)[targets.rows]
-    if selected is not None and targets.further is not None:
-        nll = torch.cat((nll, _cross_entropy(selected, targets.further.labels)))
+    all_nll = _cross_entropy(masked, labels)
+    nll = all_nll[targets.rows]
+    if further is not None:  # the same log-sum-exp, and the scores of two labels
+        change = _scores_of(logits, more, labels[more], shard) - _scores_of(logits, more, further.labels, shard)
+        nll = torch.cat((nll, all_nll[more] + change))
     lse = entropy = None
     if loss.z_loss_coef or loss.measures_entropy:
         with torch.set_grad_enabled(torch.is_grad_enabled() and bool(loss.z_loss_coef or loss.entropy_coef)):
@@ -41,6 +43,14 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """logits [n, rows of this shard], which are overwritten, labels [n] -> -log p(label), [n]"""
     nll: Tensor = tensor_parallel.vocab_parallel_cross_entropy(logits.unsqueeze(1), labels.unsqueeze(1))
     return nll.squeeze(1)
+
+
+def _scores_of(logits: Tensor, rows: Tensor, labels: Tensor, shard: VocabShard) -> Tensor:
+    """logits [n, rows of this shard] -> the score of a label in each of these rows, [m].  rows, labels: int64 [m]"""
+    local = labels - shard.first
+    is_local = (local >= 0) & (local < shard.num_real)
+    own = logits[rows, local.clamp(0, logits.shape[1] - 1)]
+    return _sum_over_tp(torch.where(is_local, own, 0.0), shard)
 
 
 def _correct(scores: Tensor, local: Tensor, shard: VocabShard) -> Tensor:

@@ -54,6 +54,24 @@ def test_lengths_of_a_pack() -> None:
         Lengths.of_corpus(np.array([0]))
 
 
+def test_trees_of_a_pack() -> None:
+    """A document of 60 tokens with branches of 10 and 20 after 40, and of 9 after 50; and one of 1 without branches."""
+    corpus = Lengths.of_corpus(Shapes(np.array([0, 4, 5]), np.array([60, 10, 20, 9, 1]), np.array([0, 40, 40, 50, 0])))
+    rank = corpus.of_rank(RankShare(), 200)  # twice the corpus
+    trees = rank.trees
+    assert (trees.forks, trees.keys) == pytest.approx((4, 100))
+    assert (trees.branches, trees.tokens) == pytest.approx((6, 2 * 39))
+    assert rank.documents > trees.branches
+    assert trees.halo(11, 1) == pytest.approx(60) and trees.halo(46, 1) == pytest.approx(
+        2 * (45 + 45 + 40)
+    )  # means of a group
+    assert trees.halo(11, 2) == pytest.approx(8 * 2 * 10)
+    # With cp 1, eight documents and four places; over cp 2, four of the eight documents are long.
+    assert trees.fragments(0, 1) == pytest.approx(8 + 4)
+    assert trees.fragments(15, 2) == pytest.approx(2 * 4 + (4 + 4) / 2)
+    assert not Lengths.of_corpus(np.array([5, 6])).of_rank(RankShare(), 200).trees
+
+
 def test_documents_of_a_rank_with_dynamic_cp() -> None:
     """Packs of 8 on two ranks: the document of 2 is whole on one of them, that of 6 has two chunks on both."""
     lengths, rank = Lengths.read("2:0.5,6:0.5"), RankShare(cp=2)

@@ -18,6 +18,7 @@ from sft.layers.mixers.delta import DeltaBytes
 from sft.layers.mixers.recurrent import STATE_INTERVAL
 from sft.layers.mixers.softmax_bytes import LARGE_SCORE_TILE, SCORE_TILE, PortableBytes, TransformerEngineBytes
 from sft.layers.rank_share import RankShare
+from sft.layers.tree_share import TreeDocuments, TreeShare
 from sft.mcore.attention import torch_kernel
 from sft.mcore.linear_attention import schedule
 from tests.builders import LLAMA_8B, layout_config
@@ -96,6 +97,11 @@ def test_what_linear_attention_keeps() -> None:
     four = of(4, model={**TINY, **sizes}, parallel={"cp": 4})[1]
     over_cp = DeltaBytes.of(model, four.share(mixed), 512)
     assert over_cp.saved["maps"] == 2 * 4 * (16 * 16 + 16 * 32) * 4 / 128
+    # A trunk with branches at 5 places: 5 maps and 6 states are saved, and backward has those of all 11 fragments.
+    trees = TreeShare((TreeDocuments(1, 400, 0), TreeDocuments(5, 20, 200)), forks=5, keys=380)
+    of_trees = DeltaBytes.of(model, replace(layout.share(mixed), trees=trees), 512)
+    assert of_trees.saved["maps"] == 4 * (5 * 16 * 16 + 6 * 16 * 32) * 4 / 512
+    assert of_trees.local(512) - delta.local(512) == 3 * 11 * 4 * 16 * (16 + 2 * 32) * 4
     full = LayerBytes.of(PortableBytes(model=config.model), "selective").total
     before, after = (estimate(one, layout, 10, 512).layers for one in (config, mixed))
     assert before == 2 * 512 * full and after == 512 * (full + 260)
@@ -726,3 +732,25 @@ def test_transformer_engine_keeps_what_it_received(cp_comm: str, received: int) 
     saved = LayerBytes.of(TransformerEngineBytes(model=model, rank=rank, cp_comm=cp_comm), "attention_kept").by_name
     outputs = 2 if cp_comm == "a2a" else 1
     assert sum(saved.values()) == 2 * 4096 * (1 + outputs) + 4 * 32 + received
+
+
+def test_trees_need_copies_of_keys() -> None:
+    """8,192 tokens of Llama-8B, of which ten branches have 200: 4,096 elements of queries and 2,048 of a key and a value.
+
+    Over cp, the 380 keys of parents are gathered once more: with four head groups, in bf16 as keys, as gradients and for
+    each query head.  A window of 101 has 100 keys before each branch, and over cp before both chunks of it.
+    """
+    trees = TreeShare((TreeDocuments(1, 400, 0), TreeDocuments(10, 20, 200)), forks=5, keys=380)
+    full, windows = (layout_config(model={**LLAMA_8B, **also}).model for also in ({}, {"sliding_window": 101}))
+    for cp, keys, in_window in ((1, 0, 8192 + 10 * 100), (2, 380, 4096 + 2 * 101 + 11 * 200)):
+        plain, found = (
+            PortableBytes(model=full, rank=RankShare(cp=cp, trees=x)).gathered(8192) for x in (TreeShare(), trees)
+        )
+        assert found - plain == keys * (2 * 2 * 2048 + 2 * 2 * 4096) / 4
+        window = PortableBytes(model=windows, rank=RankShare(cp=cp, trees=trees))
+        assert window.gathered(8192) == in_window * (2 * 2 * 2048 + 2 * 2 * 4096)
+    with_parents = PortableBytes(model=full, rank=RankShare(trees=trees)).local(8192)
+    assert with_parents == PortableBytes(model=full).local(8192)  # the causal call's sums are larger
+    most_trees = RankShare(trees=replace(trees, documents=(TreeDocuments(100, 80, 90),)))
+    more = PortableBytes(model=full, rank=most_trees).local(8192) - with_parents
+    assert more == 8000 * (2 * 4 + 2) * 4096 + 380 * ((4 + 3) * 2048 + 2 * 2 * 4096) - 8192 * 4 * 4096

@@ -110,6 +110,12 @@ def test_ranks_wait_for_the_pack_with_the_most_attention() -> None:
     assert uneven.of_step(np.array([3.0] * 4), 2, 2) == 1.0 and uneven.of_step(np.zeros(4), 2, 2) == 1.0
 
 
+def test_few_packs_of_many_documents_are_drawn() -> None:
+    """256 packs of 4 documents; 32,768 documents of 1,000 in a pack."""
+    for length, packs in ((4, 256), (1000, 33)):
+        assert abs(len(uneven._packs((1.0,), (1.0,), length, AttentionCost(crossover=1.0))) - packs) <= 1
+
+
 def test_packs_of_unlike_documents_lengthen_a_step() -> None:
     """Rows of sharded ranks wait more than ranks that meet once a step, and documents of one length not at all."""
     mixed = Lengths(np.array([1024.0, MILLION / 4]), np.array([0.997, 0.003]))  # 43% of the packs are long

@@ -44,6 +44,7 @@ def measured(accumulator: Accumulator, packs: list[tuple[list[Sample], list[floa
                 nll=np.array(nll),
                 entropy=None,
                 correct=np.array(nll) == 0,  # 1 if the label was certain
+                num_rows=int(microbatches[-1].loss_mask.sum()),
                 buckets=accumulator.buckets(microbatches[-1]),
             )
         )

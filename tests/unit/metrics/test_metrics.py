@@ -54,6 +54,9 @@ def test_written_out() -> None:
     flops = 100 * 960 + 20 * 240 + 3000 * 24
     assert found["tflops-per-rank"] == pytest.approx(flops / 2 / 2 / 1e12)
     assert found["mfu"] == pytest.approx(flops / 2 / 2 / 1e12 / 989)
+    # In a tree, 20 labels of texts may be those of 15 tokens, whose scores are computed once.
+    shared = dict(flat(train(*EVERYTHING, num_rows=15)))
+    assert shared["tflops-per-rank"] == pytest.approx((flops - 5 * 240) / 2 / 2 / 1e12)
     assert (found["memory/allocated-gib"], found["memory/allocated-rank"]) == (2.0, 3)
     assert (found["memory/reserved-gib"], found["memory/reserved-rank"]) == (4.0, 2)
     told = dict(flat(evaluation()))

@@ -1,5 +1,6 @@
 """Attention of branches equals attention of each text by itself, with any kernel on any number of ranks."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,6 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from sft.layers.mixers.parent_bytes import parent_keys
+from sft.layers.rank_share import RankShare
+from sft.layers.tree_share import TreeDocuments, TreeShare
 from sft.mcore.attention import packed_attention as packed_attention_module
 from sft.mcore.attention import torch_kernel
 from sft.mcore.attention.flash_kernel import FlashKernel, Operators
@@ -19,6 +23,7 @@ from sft.parallel.branches import Branches
 from sft.parallel.context_parallel import local_indices
 from sft.parallel.halo import Halo
 from tests.plain_flash import PLAIN
+from tests.ranks.alive import Alive
 from tests.trees import random_tree, text_by_text
 
 CPU, SCALE, HEADS = torch.device("cpu"), 0.4, 4
@@ -177,8 +182,10 @@ def test_keys_of_a_parent_are_gathered_once_more() -> None:
     assert isinstance(kernel.key_source, AllGatheredKeys)
     of_sequences = [0, 1, 0, 1, 6, 7, 8, 9, 2, 3, 4, 4, 10, 11, 5]
     assert kernel.key_source.key_order.tolist() == [*of_sequences, 0, 1, 6]
-    (call,) = kernel.parent_calls
-    assert (call.queries.tolist(), call.keys.tolist()) == ([4, 5], [15, 16, 17])  # type: ignore[union-attr]
+    assert kernel.parent_keys is not None
+    assert (kernel.parent_keys.queries, kernel.parent_keys.keys) == (slice(4, 6), slice(15, 18))
+    (call,) = kernel.parent_keys.calls
+    assert (call.queries, call.keys) == (slice(0, 2), slice(0, 3))
 
 
 def test_calls_are_merged_in_fp32() -> None:
@@ -191,7 +198,56 @@ def test_calls_are_merged_in_fp32() -> None:
     kernel = FlashKernel.of(boundaries, 1, 0, CPU, operators=PLAIN, branches=branches)
     out, lse = kernel.forward(*tensors_, SCALE)
     found = [out, *kernel.backward(grad, *tensors_, out, lse, SCALE)]
-    assert [x.dtype for x in (*found, lse)] == [torch.bfloat16] * 2 + [torch.float32] * 3
+    assert [x.dtype for x in (*found, lse)] == [torch.bfloat16] * 4 + [torch.float32]
     exact = [expected.detach(), *torch.autograd.grad(expected, whole, grad.double())]
     errors = [float((ours.double() - theirs).norm() / theirs.norm()) for ours, theirs in zip(found, exact)]
     assert errors[0] < ROUNDED_TOLERANCE[0] and max(errors[1:]) < ROUNDED_TOLERANCE[1]
+
+
+def allocated(lengths: list[int], branches: Branches | None) -> tuple[int, int]:
+    """The most bytes that forward and backward allocate, in bf16 with operators that only make results, and in backward
+    fp32 sums of queries."""
+
+    def forward(query: Tensor, keys: Tensor, values: Tensor, *sizes: Any, **options: Any) -> Any:
+        return torch.empty_like(query), query.new_zeros((query.shape[1], len(query)), dtype=torch.float32)
+
+    def backward(grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, *rest: Any, **options: Any) -> Any:
+        sums = torch.empty_like(query, dtype=torch.float32)
+        return sums.to(query.dtype), torch.empty_like(keys), torch.empty_like(values)
+
+    edges = np.cumsum([0, *lengths]).astype(np.int32)
+    kernel = FlashKernel.of(edges, 1, 0, CPU, operators=Operators(forward, backward), branches=branches)
+    query, keys = (torch.zeros(int(edges[-1]), heads, 8, dtype=torch.bfloat16) for heads in (4, 2))
+    with Alive() as of_forward:
+        out, lse = kernel.forward(query, keys, keys, 1.0)
+    with Alive() as of_backward:
+        kernel.backward(query, query, keys, keys, out, lse, 1.0)
+    return of_forward.peak, of_backward.peak
+
+
+def more_bytes(lengths: list[int], branches: Branches) -> list[int]:
+    """`allocated` with a tree, beyond that without."""
+    return [tree - alone for tree, alone in zip(allocated(lengths, branches), allocated(lengths, None))]
+
+
+def test_sums_of_several_calls_are_for_branches_and_the_keys_before_them() -> None:
+    """A plain document needs no memory more.  The tree has a trunk of 160 tokens, and branches of 80 after 80 and after
+    all.  The first call has 160 queries, which follow each other, and 80 keys.
+
+    Forward: outputs in fp32, 160 x 32 x 4 bytes; outputs of the call, 160 x 32 x 2; three log-sum-exps, two shares
+    and a difference of the same size, 160 x 4 x 4.  Backward: the causal call's sums are free by then, and larger.
+    """
+    of_forward = 160 * 32 * 4 + 160 * 32 * 2 + (3 + 2 + 1) * 160 * 4 * 4
+    for plain in (800, 1600):
+        tree = Branches.of([-1, -1, 1, 1], [0, 0, 80, 160])
+        assert more_bytes([plain, 160, 80, 80], tree) == [of_forward, 0]
+
+
+@pytest.mark.parametrize("forks, keys", [(range(32, 960, 32), 928), ([640] * 29, 640)], ids=["trace", "best of 29"])
+def test_the_estimate_has_the_bytes_of_branches(forks: Sequence[int], keys: int) -> None:
+    """What the causal call has at most, its sums in fp32, is added.  The estimate leaves out log-sum-exps."""
+    counted = more_bytes([960, *[48] * len(forks)], Branches.of([-1, *[0] * len(forks)], [0, *forks]))[1]
+    counted += (960 + 48 * len(forks)) * 4 * 8 * 4
+    trees = TreeShare((TreeDocuments(len(forks), 48, 500),), forks=len({*forks}), keys=keys)
+    predicted = parent_keys(RankShare(trees=trees), queries=4 * 8, pairs=2 * 2 * 8)
+    assert counted / predicted == pytest.approx(1.0, abs=0.1)

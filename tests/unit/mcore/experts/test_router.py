@@ -9,6 +9,7 @@ import torch
 
 from sft.config import MoeConfig
 from sft.mcore.experts import router
+from sft.mcore.experts.documents import TokenDocuments
 
 # Logits whose sigmoids are SCORES.
 SCORES = torch.tensor([[0.6, 0.5, 0.2, 0.1], [0.1, 0.3, 0.8, 0.7]], dtype=torch.float64)
@@ -120,3 +121,11 @@ def test_a_long_document_is_summed_as_float64_would() -> None:
         torch.testing.assert_close(found[row], torch.as_tensor(expected).expand(8).double(), rtol=1e-12, atol=0.0)
     few = odds[:9].double().requires_grad_()
     assert torch.autograd.gradcheck(router._SumOfRows.apply, (few, index[:9], 4))
+
+
+def test_sums_over_a_text_are_exact() -> None:
+    """fp32 has no 2^24 + 1, and TF32, to which a GPU may round, no 2^11 + 1."""
+    documents = TokenDocuments(
+        torch.zeros(1, dtype=torch.int32), 3, None, torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 1.0]])
+    )
+    assert documents.by_text(torch.tensor([[2.0**24], [1.0], [1.0]])).tolist() == [[2**24 + 2], [2**24]]

@@ -40,12 +40,13 @@ def texts(cu_seqlens: np.ndarray, branches: Branches) -> list[tuple[list[int], i
 
 
 class Products(TorchDispatchMode):
-    """Counts batched products."""
+    """Counts batched products and additions of rows."""
 
-    count = 0
+    count = additions = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func is torch.ops.aten.bmm.default
+        self.additions += func is torch.ops.aten.index_add_.default
         return func(*args, **(kwargs or {}))
 
 
@@ -124,6 +125,26 @@ def test_trees_come_first_and_other_packs_are_as_before() -> None:
     assert (plain.passing, plain.relayout, plain.schedule.fragments.linked.tolist()) == (None, None, [])
 
 
+@pytest.mark.parametrize("kernel", [TorchDeltaKernel(), FlaKernel(Replacement())], ids=["torch", "fla"])
+def test_maps_and_states_that_backward_reads_are_saved(kernel: Kernel) -> None:
+    """Of a trunk with forks after 10 and 30 tokens, the first with one branch and the second with three.
+
+    Only the second of three fragments of the trunk has a predecessor and a successor.  The seven fragments have three
+    states: zero, and those after the first two fragments of the trunk.
+    """
+    made = documents(np.cumsum([0, 50, 20, 20, 20, 20]), Branches.of([-1, *[0] * 4], [0, 10, 30, 30, 30]), kernel)
+    saved = dict[tuple[int, ...], int]()
+
+    def count(x: Tensor) -> Tensor:
+        if x.shape[1:2] == (VALUE_HEADS,) and x.dim() == 4:
+            saved[x.shape[2:]] = saved.get(x.shape[2:], 0) + len(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+        attended(random_inputs(130), made)
+    assert saved == {(K, K): 1, (K, V): 3}
+
+
 def test_launches_do_not_depend_on_the_number_of_branches() -> None:
     """FLA's kernels run once for the linked fragments and once for the others; states take a product for each level."""
     for count in (1, 5, 40):
@@ -144,3 +165,5 @@ def test_launches_do_not_depend_on_the_number_of_branches() -> None:
             with Products() as products:
                 compose(maps, offsets)
             assert products.count == 1  # two levels
+        # The trunk's first fragment has the branches and the rest of the trunk as successors; they are added in pairs.
+        assert products.additions == {1: 1, 5: 3, 40: 6}[count]

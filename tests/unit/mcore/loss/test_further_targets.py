@@ -14,6 +14,7 @@ from sft.config import LossConfig
 from sft.mcore.loss import RowStatistics, Targets, VocabShard, lm_loss
 from sft.mcore.loss.objective import GradientCoefficients
 from sft.mcore.loss.softmax import correct_labels
+from tests.ranks.alive import Alive
 from tests.unit.loss_cases import (
     EXACT_TOLERANCE,
     GRADIENT_TOLERANCE,
@@ -91,6 +92,17 @@ def test_logits_are_computed_once(group: dist.ProcessGroup) -> None:
     with FlopCounterMode(display=False) as products:
         lm_loss(hidden, shard_of(weight, group), targets_of(c), loss)[0].backward()
     assert products.get_total_flops() == 3 * 2 * len(SUPERVISED) * WIDTH * PADDED
+
+
+def test_chunked_has_one_gradient_of_all_logits(group: dist.ProcessGroup) -> None:
+    """Further targets take less memory than half of the logits, in chunks of one token."""
+    peaks = []
+    for targets in (targets_of(case()), replace(targets_of(case()), further=None)):
+        hidden, weight = inputs_of(case())
+        with Alive() as alive:
+            lm_loss(hidden, shard_of(weight, group), targets, LossConfig(impl="chunked", chunk_size=1))[0].backward()
+        peaks.append(alive.peak)
+    assert peaks[0] - peaks[1] < TOKENS * PADDED * 4 / 2
 
 
 def test_the_tolerances_notice_one_target() -> None:

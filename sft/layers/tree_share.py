@@ -1,0 +1,68 @@
+"""The trees of an average pack, as far as the memory of a rank depends on them (sft/parallel/branches.py)."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+
+class TreeDocuments(NamedTuple):
+    """Documents of trees with about the same length.
+
+    number  how many an average pack has
+    depth   mean number of tokens before a document; 0: it has no parent
+    """
+
+    number: float
+    length: float
+    depth: float
+
+
+@dataclass(frozen=True)
+class TreeShare:
+    """The trees of an average pack.
+
+    documents  their documents; none: a pack has no trees
+    forks      number of places after which branches begin
+    keys       number of tokens of parents to which branches attend
+    """
+
+    documents: tuple[TreeDocuments, ...] = ()
+    forks: float = 0.0
+    keys: float = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self.documents)
+
+    @property
+    def branches(self) -> float:
+        """Number of branches."""
+        return sum(group.number for group in self.documents if group.depth)
+
+    @property
+    def tokens(self) -> float:
+        """Number of tokens of branches."""
+        return sum(group.number * group.length for group in self.documents if group.depth)
+
+    def times(self, factor: float) -> "TreeShare":
+        """The trees of a pack that is longer by this factor."""
+        documents = tuple(group._replace(number=factor * group.number) for group in self.documents)
+        return replace(self, documents=documents, forks=factor * self.forks, keys=factor * self.keys)
+
+    def halo(self, window: int, cp_size: int) -> float:
+        """The number of keys before the chunks of trees that a rank needs in a layer with a window (halo.py), at most.
+
+        3 branches of 40 tokens at depth 10, window 21 -> 3 x 10 with cp 1, 3 x (20 + 20) with cp 2
+        """
+        total = 0.0
+        for number, length, depth in self.documents:
+            positions = [depth] if cp_size == 1 else [depth + length / 2, depth + length]
+            total += number * sum(min(window - 1, position) for position in positions)
+        return total
+
+    def fragments(self, max_short: int, cp_size: int) -> float:
+        """The number of a rank's fragments of trees in a layer with linear attention (sft/parallel/fragments.py).
+
+        max_short: length of the longest document that counts as short (`HeadSizes.max_short`)
+        """
+        long = sum(group.number for group in self.documents if group.length > max_short) * (cp_size > 1)
+        short = sum(group.number for group in self.documents) - long
+        return 2 * long + (short + self.forks) / cp_size

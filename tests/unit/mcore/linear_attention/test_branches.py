@@ -126,7 +126,7 @@ def test_trees_come_first_and_other_packs_are_as_before() -> None:
 
 
 @pytest.mark.parametrize("kernel", [TorchDeltaKernel(), FlaKernel(Replacement())], ids=["torch", "fla"])
-def test_maps_and_states_that_backward_reads_are_saved(kernel: Kernel) -> None:
+def test_maps_and_states_that_backward_reads_are_saved(kernel: DeltaKernel) -> None:
     """Of a trunk with forks after 10 and 30 tokens, the first with one branch and the second with three.
 
     Only the second of three fragments of the trunk has a predecessor and a successor.  The seven fragments have three

@@ -18,7 +18,6 @@ kept.
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -210,7 +209,8 @@ def _exchanged(grid: _Grid, filled: _FilledRows) -> list[list[int]]:
     in_order = rows.short[np.argsort(pack_of.astype(narrow), kind="stable")].tolist()
     ends = np.cumsum(np.bincount(pack_of, minlength=len(rows.level))).tolist()
     short = [in_order[start:end] for start, end in zip([0, *ends], ends)]
-    return [[*long, *own] for long, own in zip_longest((pack.documents for pack in rows.packs), short, fillvalue=[])]
+    numbers = [[*pack.documents, *own] for pack, own in zip(rows.packs, short)]
+    return [*numbers, *short[len(numbers) :]]
 
 
 def _placed(grid: _Grid, rows: _PlannedRows, numbers: list[list[int]]) -> list[Placed]:

@@ -53,7 +53,7 @@ class AdaptedWeight:
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """What the numbers of parameters depend on; weights of other layers may have the same."""
+        """Sizes that determine the number of parameters; weights of other layers may have the same."""
         parts = tuple(adapter.parts for adapter in self.adapters)
         return self.module, self.num_experts, self.part_rows, self.num_columns, parts
 

@@ -18,7 +18,6 @@ kept.
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +26,7 @@ from sft.data.packing.cp_cost import Documents
 from sft.data.packing.cp_fill import fill
 from sft.data.packing.cp_packs import GroupPack, PackRule, packs_of_long
 from sft.data.packing.cp_ranks import FILL
-from sft.data.packing.cp_swaps import MOST_SHORT, Packs, exchange
+from sft.data.packing.cp_swaps import MOST_SHORT, Packs, relieve_rows
 
 # The rules, in the order in which they are tried.  Large groups send more bytes.  So if only the ranks of a row of the
 # grid wait for each other, the rules choose the smallest group.
@@ -205,12 +204,13 @@ def _exchanged(grid: _Grid, filled: _FilledRows) -> list[list[int]]:
     packs = Packs(row=rows.domain * rows.number + rows.microbatch, level=rows.level, load=filled.time, left=filled.left)
     pack_of = filled.pack_of
     if len(rows.short) <= MOST_SHORT:
-        pack_of = exchange(grid.documents, packs, rows.short, pack_of, rows.number)
+        pack_of = relieve_rows(grid.documents, packs, rows.short, pack_of, rows.number)
     narrow = np.uint16 if len(rows.level) < 1 << 16 else np.int64  # numpy sorts 16-bit numbers by radix
     in_order = rows.short[np.argsort(pack_of.astype(narrow), kind="stable")].tolist()
     ends = np.cumsum(np.bincount(pack_of, minlength=len(rows.level))).tolist()
     short = [in_order[start:end] for start, end in zip([0, *ends], ends)]
-    return [[*long, *own] for long, own in zip_longest((pack.documents for pack in rows.packs), short, fillvalue=[])]
+    numbers = [[*pack.documents, *own] for pack, own in zip(rows.packs, short)]
+    return [*numbers, *short[len(numbers) :]]
 
 
 def _placed(grid: _Grid, rows: _PlannedRows, numbers: list[list[int]]) -> list[Placed]:

@@ -31,7 +31,7 @@ class Packs:
     left: np.ndarray
 
 
-def exchange(documents: Documents, packs: Packs, short: np.ndarray, pack_of: np.ndarray, rows: int) -> np.ndarray:
+def relieve_rows(documents: Documents, packs: Packs, short: np.ndarray, pack_of: np.ndarray, rows: int) -> np.ndarray:
     """int64 [short]: the pack of each short document after the exchanges.  pack_of: before; rows: number in a domain
 
     one row, packs of 5 + 4 and none, with room for 9 tokens each -> packs of 5 and of 4
@@ -76,11 +76,11 @@ class _Slots:
         own = np.flatnonzero((pack == heavy) & (number >= 0))
         if len(own) == 0:
             return False
-        is_real, given = number >= 0, number[own][:, None]
+        is_real, candidates = number >= 0, number[own][:, None]
         times, units = self.documents.times, self.documents.units
-        after = load[heavy] - times[level[heavy], given] + times[level[heavy], number] * is_real
-        of_other = load[pack] - times[level[pack], number] * is_real + times[level[pack], given]
-        more = units[given] - units[number] * is_real
+        after = load[heavy] - times[level[heavy], candidates] + times[level[heavy], number] * is_real
+        of_other = load[pack] - times[level[pack], number] * is_real + times[level[pack], candidates]
+        more = units[candidates] - units[number] * is_real
         allowed = (more <= left[pack]) & (-more <= left[heavy]) & (pack != heavy)
         gain = np.where(allowed, load[heavy] - np.maximum(after, of_other), 0)
         i, j = divmod(int(gain.argmax()), len(number))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sft.data.packing.cp_cost import CpCost, Documents
-from sft.data.packing.cp_swaps import Packs, exchange
+from sft.data.packing.cp_swaps import Packs, relieve_rows
 
 NEAR_BEST = 1.06  # exchanges of two documents do not find every better assignment; the worst of these takes 1.05
 
@@ -20,7 +20,7 @@ def exchanged(
     packs = Packs(
         row=np.array(row), level=np.zeros(len(row), dtype=np.int64), load=loads + own, left=np.array(rooms) - own
     )
-    return exchange(documents, packs, np.arange(len(lengths)), np.array(bins), rows).tolist(), packs
+    return relieve_rows(documents, packs, np.arange(len(lengths)), np.array(bins), rows).tolist(), packs
 
 
 def test_by_hand() -> None:

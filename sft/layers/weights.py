@@ -81,5 +81,7 @@ def sizes_of(model: ModelConfig, vocab_size: int = 0) -> dict[str, int]:
         "1": 1,
     }
     for mixer in MIXERS.values():
-        sizes |= mixer.sizes(model)
+        own = mixer.sizes(model)
+        assert not sizes.keys() & own.keys(), f"{mixer.kind} uses letters that stand for other sizes, too"
+        sizes |= own
     return sizes

@@ -32,13 +32,13 @@ _A, _LOW_RANK = "self_attention", "linear_attention.low_rank"
 _WEIGHTS = (
     LayerWeight(f"{_A}.in_proj.layer_norm_weight", "h", "norm", step=0, has=has_input_norms),
     LayerWeight(f"{_A}.in_proj.weight", "K+K+V+Z+m+Y h", "matrix", "rows", "linear attention", 1),
-    LayerWeight(f"{_A}.gate_down.weight", "R h", "matrix", "", DUPLICATED, 1, _LOW_RANK),
-    LayerWeight(f"{_A}.decay_down.weight", "R h", "matrix", "", DUPLICATED, 1, _LOW_RANK),
-    LayerWeight(f"{_A}.decay_up.weight", "D R", "matrix", "rows", "linear attention", 2, _LOW_RANK),
+    LayerWeight(f"{_A}.gate_down.weight", "r h", "matrix", "", DUPLICATED, 1, _LOW_RANK),
+    LayerWeight(f"{_A}.decay_down.weight", "r h", "matrix", "", DUPLICATED, 1, _LOW_RANK),
+    LayerWeight(f"{_A}.decay_up.weight", "D r", "matrix", "rows", "linear attention", 2, _LOW_RANK),
     LayerWeight(f"{_A}.conv1d.weight", "K+K+V 1 c", "kernel", "rows", step=2),
     LayerWeight(f"{_A}.A_log", "m", "decay", "rows", step=2),
     LayerWeight(f"{_A}.dt_bias", "D", "ones", "rows", step=2),
-    LayerWeight(f"{_A}.gate_up.weight", "V R", "matrix", "rows", "linear attention", 2, _LOW_RANK),
+    LayerWeight(f"{_A}.gate_up.weight", "V r", "matrix", "rows", "linear attention", 2, _LOW_RANK),
     LayerWeight(f"{_A}.out_norm.weight", "u", "ones", step=2),
     LayerWeight(f"{_A}.out_proj.weight", "h V", "matrix", "columns", "linear attention", 3),
 )
@@ -200,7 +200,7 @@ class DeltaRule(RecurrentMixer):
     """The gated delta rule.
 
     Letters: K key heads * key width    V value heads * value width    n key heads    m value heads
-    u value width    c kernel of the convolution    D decays    R width of low_rank
+    u value width    c kernel of the convolution    D decays    r width of low_rank
     Z, Y rows of in_proj for the gate and for the decay: V and D, or 0 with low_rank
     """
 
@@ -213,7 +213,7 @@ class DeltaRule(RecurrentMixer):
         linear = model.linear_attention
         return {
             "D": linear.num_decays,
-            "R": linear.low_rank or 0,
+            "r": linear.low_rank or 0,
             "Z": 0 if linear.low_rank else linear.value_width,
             "Y": 0 if linear.low_rank else linear.num_decays,
             "K": linear.key_width,

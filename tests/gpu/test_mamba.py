@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sft.mcore.linear_attention import fla_functions, fla_kernel, ssd_fla
 from sft.mcore.linear_attention.recurrence import Fragments
-from sft.mcore.linear_attention.ssd import Inputs
+from sft.mcore.linear_attention.ssd import SsdInputs
 from sft.mcore.linear_attention.ssd_fla import FlaSsdKernel
 from sft.mcore.linear_attention.ssd_kernel import TorchSsdKernel
 from tests.gpu import runs
@@ -57,7 +57,7 @@ def test_fla_computes_what_plain_torch_does(fla: FlaSsdKernel, mix: str) -> None
     states, last = (random(num_linked, HEADS, N, P) for _ in "ab")
     results = []
     for kernel, wide, mode in ((fla, False, "default"), (fla, False, "error"), (TorchSsdKernel(), True, "default")):
-        inputs = Inputs(*(y.float() if wide else y for y in (c, b, x, g, dt)))
+        inputs = SsdInputs(*(y.float() if wide else y for y in (c, b, x, g, dt)))
         schedule = kernel.schedule(Fragments.of(boundaries, range(num_linked)), HEADS, DEVICE)
         torch.cuda.set_sync_debug_mode(mode)
         try:

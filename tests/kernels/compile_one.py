@@ -235,7 +235,7 @@ def _mamba(shape: configurations.Mamba, kernel: Any, driver: triton_driver.Recor
     """The kernels of a layer with Mamba-2, as those of linear attention."""
     from sft.mcore.linear_attention.recurrence import Fragments
     from sft.mcore.linear_attention.recurrent_attention import recurrent_attention
-    from sft.mcore.linear_attention.ssd import Inputs
+    from sft.mcore.linear_attention.ssd import SsdInputs
     from sft.parallel.taps import Taps
 
     assert type(kernel).__name__ == "FlaSsdKernel", str(kernel)
@@ -255,7 +255,7 @@ def _mamba(shape: configurations.Mamba, kernel: Any, driver: triton_driver.Recor
         with recorded(f"convolution, cp {cp_size}: backward", driver, found):
             out.backward(torch.zeros_like(out))
     of_groups, decays = (tokens, groups, shape.state_width), [made(tokens, heads, dtype=torch.float32) for _ in "ab"]
-    inputs = Inputs(made(*of_groups), made(*of_groups), made(tokens, heads, shape.head_width), *decays)
+    inputs = SsdInputs(made(*of_groups), made(*of_groups), made(tokens, heads, shape.head_width), *decays)
     for linked in ([0, 1], []):
         schedule = kernel.schedule(Fragments.of([0, 130, 264, tokens], linked=linked), heads, cpu)
         what = "SSD, states passed" if linked else "SSD"

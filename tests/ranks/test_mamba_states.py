@@ -20,7 +20,7 @@ from sft.layers.mixers.recurrent import StateTraffic
 from sft.layers.traffic import Passes
 from sft.mcore.linear_attention.documents import LinearDocuments, linear_attention
 from sft.mcore.linear_attention.short_convolution import short_convolution
-from sft.mcore.linear_attention.ssd import Inputs
+from sft.mcore.linear_attention.ssd import SsdInputs
 from sft.mcore.linear_attention.ssd_kernel import TorchSsdKernel
 from sft.parallel.branches import Branches
 from sft.parallel.context_parallel import local_indices
@@ -119,7 +119,7 @@ def attend(
         )
         with Sent() as sent:
             mixed = short_convolution(leaves[0], leaves[1], documents.convolution, dist.group.WORLD, leaves[2])
-            inputs = Inputs(*divided(mixed), *leaves[3:])
+            inputs = SsdInputs(*divided(mixed), *leaves[3:])
             out = linear_attention(inputs, documents, lambda rule, inputs: rule(*inputs))
             forward = sent.num_bytes
             gradients = torch.autograd.grad(out, leaves, grad[local])

@@ -42,8 +42,11 @@ class Shapes:
         return k.float() * 1, v * 1, beta * 1, g * 1
 
     @staticmethod
-    def chunk_gated_delta_rule_fwd_h(*, k: Tensor, u: Tensor, chunk_indices: Tensor, **how: Any) -> Results:
-        return _states(k, u, len(chunk_indices)), u * 1, None
+    def chunk_gated_delta_rule_fwd_h(
+        *, k: Tensor, u: Tensor, chunk_indices: Tensor, cu_seqlens: Tensor, output_final_state: bool, **how: Any
+    ) -> Results:
+        last = _states(k, u, len(cu_seqlens) - 1)[0].float() if output_final_state else None
+        return _states(k, u, len(chunk_indices)), u * 1, last
 
     @staticmethod
     def chunk_gated_delta_rule_bwd_dhu(
@@ -60,8 +63,8 @@ class Shapes:
         return do * 1
 
     @staticmethod
-    def chunk_bwd_dqkwg(*, q: Tensor, k: Tensor, w: Tensor, g: Tensor, **how: Any) -> Results:
-        return q.float() * 1, k.float() * 1, w * 1, g * 1
+    def chunk_bwd_dqkwg(*, q: Tensor, k: Tensor, g: Tensor, w: Tensor | None = None, **how: Any) -> Results:
+        return q.float() * 1, k.float() * 1, None if w is None else w * 1, g * 1
 
     @staticmethod
     def chunk_cp_fwd_h(*, hm: Tensor, **how: Any) -> None:
@@ -77,10 +80,10 @@ class Shapes:
 
     @staticmethod
     def causal_conv1d_bwd(
-        *, x: Tensor, dy: Tensor, weight: Tensor, initial_state: Tensor | None, **how: Any
+        *, x: Tensor, dy: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, **how: Any
     ) -> Results:
-        states = None if initial_state is None else torch.zeros_like(initial_state)
-        return x + dy, torch.zeros_like(weight), None, None, states
+        dbias, states = (None if x is None else torch.zeros_like(x) for x in (bias, initial_state))
+        return x + dy, torch.zeros_like(weight), dbias, None, states
 
     @staticmethod
     def layer_norm_gated_fwd(x: Tensor, g: Tensor, **how: Any) -> Results:
@@ -89,3 +92,11 @@ class Shapes:
     @staticmethod
     def layer_norm_gated_bwd(dy: Tensor, x: Tensor, g: Tensor, *, weight: Tensor, **how: Any) -> Results:
         return dy * g, dy * x, torch.zeros_like(weight), None
+
+    @staticmethod
+    def layer_norm_fwd(x: Tensor, *, z: Tensor, group_size: int, **how: Any) -> Results:
+        return x * z, None, x.new_zeros(x.numel() // group_size, dtype=torch.float32)
+
+    @staticmethod
+    def layer_norm_bwd(dy: Tensor, x: Tensor, *, weight: Tensor, dz: Tensor, **how: Any) -> Results:
+        return dy * x, torch.zeros_like(weight), None, dz.copy_(dy)

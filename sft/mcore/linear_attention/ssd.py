@@ -16,8 +16,8 @@ from torch import Tensor
 from sft.mcore.linear_attention.recurrence import Kernel, wide_dtype
 
 
-class Inputs(NamedTuple):
-    """Inputs of a kernel for the t tokens of a rank, or their gradients.
+class SsdInputs(NamedTuple):
+    """SsdInputs of a kernel for the t tokens of a rank, or their gradients.
 
     c, b   [t, groups, N]
     x      [t, heads, P]
@@ -44,7 +44,7 @@ class Inputs(NamedTuple):
         return torch.zeros(shape, dtype=self.state_dtype, device=self.x.device)
 
 
-class SsdKernel(Kernel[Inputs], Protocol):
+class SsdKernel(Kernel[SsdInputs], Protocol):
     """One implementation of the recurrence, and of the convolution and the norm around it."""
 
     def grouped_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

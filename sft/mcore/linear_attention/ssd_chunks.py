@@ -24,7 +24,7 @@ from sft.mcore.linear_attention.block_tensors import (
     without_padding,
 )
 from sft.mcore.linear_attention.schedule import CHUNK, Block
-from sft.mcore.linear_attention.ssd import Inputs
+from sft.mcore.linear_attention.ssd import SsdInputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class SsdChunks:
     sums: Tensor
 
     @staticmethod
-    def of(inputs: Inputs, block: Block) -> "SsdChunks":
+    def of(inputs: SsdInputs, block: Block) -> "SsdChunks":
         dtype = inputs.state_dtype
         c, b, x = (gathered(x, block).to(dtype) for x in inputs[:3])
         g, dt = (without_padding(gathered(x[..., None], block), block) for x in inputs[3:])
@@ -120,7 +120,7 @@ class SsdChunks:
             terms[step] = active
             active.copy_(after)
 
-    def gradients(self, state: Tensor, grad: Tensor, dstate: Tensor) -> Inputs:
+    def gradients(self, state: Tensor, grad: Tensor, dstate: Tensor) -> SsdInputs:
         """The gradients of the inputs, [n, heads, c, ...], with arbitrary values for padding.
 
         s occurs only in exp(s), exp(s_c - s) and D, so ds is a sum of products that other gradients need, too.  dg of
@@ -138,7 +138,7 @@ class SsdChunks:
         products = dweights * self.weights
         ds += products.sum(-1) - products.sum(-2)
         pairs = per_key_head(dweights.mul_(self.decay), self.ratio)
-        return Inputs(
+        return SsdInputs(
             c=per_key_head(dc, self.ratio) + pairs @ self.b,
             b=per_key_head(db, self.ratio) + pairs.mT @ self.c,
             x=self.dt * dvalues,

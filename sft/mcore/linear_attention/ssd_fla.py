@@ -23,7 +23,7 @@ from sft.mcore.linear_attention.fla_functions import TO_BASE_2
 from sft.mcore.linear_attention.fla_recurrence import FlaRecurrence
 from sft.mcore.linear_attention.fla_rule import Part
 from sft.mcore.linear_attention.recurrence import NUMBERS, Fragments
-from sft.mcore.linear_attention.ssd import Inputs
+from sft.mcore.linear_attention.ssd import SsdInputs
 
 _NORM = "fla.modules.norm.layernorm_gated"
 _SHARED = (
@@ -45,8 +45,8 @@ class SsdPass:
     functions: FLA's, FUNCTIONS; inputs: of all tokens of the rank
     """
 
-    def __init__(self, functions: Any, inputs: Inputs, part: Part) -> None:
-        self.part, self._f, self._inputs = part, functions, Inputs(*(x[part.tokens][None] for x in inputs))
+    def __init__(self, functions: Any, inputs: SsdInputs, part: Part) -> None:
+        self.part, self._f, self._inputs = part, functions, SsdInputs(*(x[part.tokens][None] for x in inputs))
         self._pack = part.sequences
         self._g = functions.chunk_local_cumsum(self._inputs.g, chunk_size=CHUNK, scale=TO_BASE_2, **self._pack)
         self._values = self._scaled(self._inputs.x)
@@ -65,11 +65,11 @@ class SsdPass:
         return out[0]
 
     def state_gradients(self, grad: Tensor) -> Tensor:
-        like = Inputs(*(x[0] for x in self._inputs)).zero_states(self.part.num_fragments)
+        like = SsdInputs(*(x[0] for x in self._inputs)).zero_states(self.part.num_fragments)
         dstates: Tensor = self._reverse(grad, like, None)[1]
         return dstates
 
-    def gradients(self, grad: Tensor, states: Tensor | None, last: Tensor | None) -> Inputs:
+    def gradients(self, grad: Tensor, states: Tensor | None, last: Tensor | None) -> SsdInputs:
         before, _ = self._run(states)
         dbefore, _, dvalues = self._reverse(grad, None, last)
         dc, db, _, dg = self._f.chunk_bwd_dqkwg(v=self._values, do=self._of(grad), h=before, dh=dbefore, **self._qk)
@@ -77,7 +77,7 @@ class SsdPass:
         dg = self._f.chunk_local_cumsum(dg, chunk_size=CHUNK, reverse=True, **self._pack)
         ddt = (dvalues.float() * self._inputs.x.float()).sum(-1)
         results = dc, db, self._scaled(dvalues), dg, ddt
-        return Inputs(*(dx[0].to(x.dtype) for dx, x in zip(results, self._inputs)))
+        return SsdInputs(*(dx[0].to(x.dtype) for dx, x in zip(results, self._inputs)))
 
     @property
     def _qk(self) -> Mapping[str, Any]:
@@ -129,7 +129,7 @@ class SsdPass:
         return grad[self.part.tokens][None]
 
 
-class FlaSsdKernel(FlaRecurrence[Inputs]):
+class FlaSsdKernel(FlaRecurrence[SsdInputs]):
     """Implements `ssd.SsdKernel` with kernels of FLA."""
 
     maps = NUMBERS
@@ -145,7 +145,7 @@ class FlaSsdKernel(FlaRecurrence[Inputs]):
         by_group = sizes.groups, sizes.state_dim
         for num_linked in {0, 2 if cp > 1 else 0}:
             g, dt = -random(sizes.heads).float().exp(), random(sizes.heads).float().exp()
-            inputs = Inputs(random(*by_group), random(*by_group), random(sizes.heads, sizes.head_dim), g, dt)
+            inputs = SsdInputs(random(*by_group), random(*by_group), random(sizes.heads, sizes.head_dim), g, dt)
             compile_recurrence(self, inputs, Fragments.of([0, tokens // 2, tokens], range(num_linked)), device)
             is_linked = num_linked > 0
             compile_convolution(self, random(sizes.channels), mamba.conv_kernel, has_states=is_linked, has_bias=True)
@@ -153,10 +153,10 @@ class FlaSsdKernel(FlaRecurrence[Inputs]):
             x, gate, weight = (x.requires_grad_() for x in (random(*wide), random(*wide), random(*wide)[0]))
             self.grouped_norm(x, gate, weight, config.model.norm_epsilon)[0].sum().backward()
 
-    def part_pass(self, inputs: Inputs, part: Part) -> SsdPass:
+    def part_pass(self, inputs: SsdInputs, part: Part) -> SsdPass:
         return SsdPass(self.functions, inputs, part)
 
-    def identity(self, inputs: Inputs, count: int) -> Tensor:
+    def identity(self, inputs: SsdInputs, count: int) -> Tensor:
         shape = (count, inputs.x.shape[1], 1, 1)
         return torch.ones(shape, dtype=inputs.state_dtype, device=inputs.x.device)
 

@@ -13,19 +13,19 @@ from sft.mcore.linear_attention.chunked_kernel import ChunkedKernel
 from sft.mcore.linear_attention.grouped_norm import grouped, grouped_norm
 from sft.mcore.linear_attention.recurrence import NUMBERS
 from sft.mcore.linear_attention.schedule import Block, ChunkSchedule
-from sft.mcore.linear_attention.ssd import Inputs
+from sft.mcore.linear_attention.ssd import SsdInputs
 from sft.mcore.linear_attention.ssd_chunks import SsdChunks
 
 
-class TorchSsdKernel(ChunkedKernel[Inputs]):
+class TorchSsdKernel(ChunkedKernel[SsdInputs]):
     """Implements `ssd.SsdKernel` in torch."""
 
     maps = NUMBERS
 
-    def products(self, inputs: Inputs, block: Block) -> SsdChunks:
+    def products(self, inputs: SsdInputs, block: Block) -> SsdChunks:
         return SsdChunks.of(inputs, block)
 
-    def whole_maps(self, inputs: Inputs, count: int) -> tuple[Tensor, int, Callable[[Block, Tensor], object]]:
+    def whole_maps(self, inputs: SsdInputs, count: int) -> tuple[Tensor, int, Callable[[Block, Tensor], object]]:
         """Run the recurrence on the values [0, V] from the states [1, 0]; then the last states are [A, B].  Each row of
         the column A has the same number."""
         maps = pad(inputs.zero_states(count), (1, 0))
@@ -37,7 +37,7 @@ class TorchSsdKernel(ChunkedKernel[Inputs]):
 
         return maps, 1, advance
 
-    def transitions(self, inputs: Inputs, schedule: ChunkSchedule) -> tuple[Tensor, Tensor]:
+    def transitions(self, inputs: SsdInputs, schedule: ChunkSchedule) -> tuple[Tensor, Tensor]:
         a, b = super().transitions(inputs, schedule)
         return a[:, :, :1].contiguous(), b
 

@@ -23,7 +23,7 @@ from sft.config import ModelConfig
 from sft.mcore.backend import PackedDocuments
 from sft.mcore.linear_attention.documents import LinearDocuments, linear_attention
 from sft.mcore.linear_attention.grouped_norm import GroupedNorm, skip
-from sft.mcore.linear_attention.ssd import Inputs, time_steps
+from sft.mcore.linear_attention.ssd import SsdInputs, time_steps
 from sft.mcore.model.recurrent_layer import RecurrentLayer
 
 
@@ -73,7 +73,7 @@ class Mamba2(RecurrentLayer):
         x, b, c = mixed.split(self._widths[1:4], -1)
         x = x.contiguous().unflatten(-1, (-1, self._head_dim))  # the recurrence and the skip save the same tensor
         dt, g = time_steps(raw, self.dt_bias, self.A_log, **self._limits)
-        inputs = Inputs(
+        inputs = SsdInputs(
             c=c.unflatten(-1, (-1, self._state_dim)),
             b=b.unflatten(-1, (-1, self._state_dim)),
             x=x,

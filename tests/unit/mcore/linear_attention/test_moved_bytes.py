@@ -167,7 +167,7 @@ def test_mamba_in_plain_torch(sizes: tuple[int, int, int, int], monkeypatch: pyt
     monkeypatch.setattr(sys.modules[__name__], "AT_EDGES", ())
     (groups, heads, n, p), kernel, t = sizes, TorchSsdKernel(), 1024
     tensors_ = (torch.randn(t, *shape).bfloat16() for shape in ((groups, n), (groups, n), (heads, p)))
-    inputs = ssd.Inputs(*tensors_, -torch.rand(t, heads), torch.rand(t, heads))
+    inputs = ssd.SsdInputs(*tensors_, -torch.rand(t, heads), torch.rand(t, heads))
     schedule = kernel.schedule(Fragments.of([0, t // 2, t], linked=[0, 1]), heads, torch.device("cpu"))
     states, grad = torch.zeros(2, heads, n, p), torch.randn(t, heads, p).bfloat16()
     _, saved = kernel.forward(inputs, schedule, states)

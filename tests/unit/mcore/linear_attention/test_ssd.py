@@ -12,7 +12,7 @@ from sft.mcore.linear_attention.grouped_norm import grouped, grouped_norm, skip
 from sft.mcore.linear_attention.recurrence import Fragments
 from sft.mcore.linear_attention.recurrent_attention import recurrent_attention
 from sft.mcore.linear_attention.schedule import ChunkSchedule
-from sft.mcore.linear_attention.ssd import Inputs, time_steps
+from sft.mcore.linear_attention.ssd import SsdInputs, time_steps
 from sft.mcore.linear_attention.ssd_kernel import TorchSsdKernel
 
 GROUPS, HEADS, N, P = 2, 6, 8, 5
@@ -23,7 +23,7 @@ BF16_ROUNDING = 2**-8  # relative: half of the distance between neighbouring num
 KERNEL = TorchSsdKernel()
 
 
-def random_inputs(tokens: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Inputs:
+def random_inputs(tokens: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> SsdInputs:
     """Decays are about e^-0.1 per token, in every other head e^-0.001; time steps are about 0.1."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -33,11 +33,11 @@ def random_inputs(tokens: int, dtype: torch.dtype = torch.float64, seed: int = 0
     g = -torch.exp(1.5 * randn(HEADS) - 2)
     g[:, ::2] *= 0.01
     tensors = randn(GROUPS, N), randn(GROUPS, N), randn(HEADS, P), g, torch.exp(randn(HEADS) - 2)
-    return Inputs(*(x.to(dtype).requires_grad_() for x in tensors))
+    return SsdInputs(*(x.to(dtype).requires_grad_() for x in tensors))
 
 
 def loop(
-    inputs: Inputs, edges: Sequence[int], states: Sequence[Tensor | None] | None = None
+    inputs: SsdInputs, edges: Sequence[int], states: Sequence[Tensor | None] | None = None
 ) -> tuple[Tensor, list[Tensor]]:
     """Outputs, and the last state of each fragment, token by token."""
     c, b = (x.repeat_interleave(HEADS // GROUPS, dim=1) for x in inputs[:2])
@@ -103,7 +103,7 @@ def test_maps_outputs_and_gradients_are_those_of_the_loop() -> None:
     """Also the gradients of initial states, and those that come from last states."""
     edges, linked = edges_of(LENGTHS), [0, 2, 3, 5, 7]
     made, leaves = scheduled(edges, linked), random_inputs(sum(LENGTHS))
-    inputs = Inputs(*(x.detach() for x in leaves))
+    inputs = SsdInputs(*(x.detach() for x in leaves))
     states = random((len(linked), HEADS, N, P)).requires_grad_()
     first: list[Tensor | None] = [None] * len(LENGTHS)
     for i, state in zip(linked, states):
@@ -130,7 +130,7 @@ def test_states_pass_between_the_fragments_of_a_document() -> None:
     passing = OneProcess([sorted(order).index(i) for i in order])
     found = recurrent_attention(inputs, scheduled(edges, sorted(order)), KERNEL, passing)  # type: ignore[arg-type]
     rows = torch.cat([torch.arange(edges[i], edges[i + 1]) for i in [0, *order, 5]])
-    out, _ = loop(Inputs(*(x[rows] for x in inputs)), [0, 70, 430, 460])
+    out, _ = loop(SsdInputs(*(x[rows] for x in inputs)), [0, 70, 430, 460])
     expected = torch.zeros_like(out).index_copy(0, rows, out)
     grad = random(out.shape)
     check([found, *torch.autograd.grad(found, inputs, grad)], [expected, *torch.autograd.grad(expected, inputs, grad)])
@@ -143,7 +143,7 @@ def test_states_stay_exact_over_64k_tokens() -> None:
     tokens = 65_536
     inputs = random_inputs(tokens, torch.float32)
     inputs.g[:, 1::4] *= 100
-    exact = Inputs(*(x.double() for x in inputs))
+    exact = SsdInputs(*(x.double() for x in inputs))
     after = exact.g.flip(0).cumsum(0).flip(0) - exact.g  # sum of g over the tokens after each one
     b = exact.b.repeat_interleave(HEADS // GROUPS, dim=1)
     expected = torch.einsum("thn,thp->hnp", b, (after.exp() * exact.dt)[..., None] * exact.x)
@@ -168,7 +168,7 @@ def test_a_document_changes_no_other_one(value: float | None) -> None:
         mixed = (torch.where(inside.view(-1, *[1] * (y.ndim - 1)), z, y) for y, z in zip(inputs, x))
         if value is not None and x is other:
             mixed = (y.masked_fill(inside.view(-1, *[1] * (y.ndim - 1)), value) for y in inputs)
-        leaves = Inputs(*(y.detach().requires_grad_() for y in mixed))
+        leaves = SsdInputs(*(y.detach().requires_grad_() for y in mixed))
         out = recurrent_attention(leaves, scheduled(edges), KERNEL)
         results.append([out, *torch.autograd.grad(out, leaves, random(out.shape, out.dtype))])
     for x, y in zip(*results):
@@ -187,8 +187,8 @@ def test_backward_saves_the_inputs_and_few_states() -> None:
 
 def test_bf16_is_rounded_at_the_end_alone() -> None:
     narrow = random_inputs(200, torch.bfloat16)
-    narrow = Inputs(*narrow[:3], *(x.detach().float().requires_grad_() for x in narrow[3:]))
-    wide = Inputs(*(x.detach().float().requires_grad_() for x in narrow))
+    narrow = SsdInputs(*narrow[:3], *(x.detach().float().requires_grad_() for x in narrow[3:]))
+    wide = SsdInputs(*(x.detach().float().requires_grad_() for x in narrow))
     results = []
     for x in (narrow, wide):
         out = recurrent_attention(x, scheduled([0, 70, 200]), KERNEL)

@@ -22,7 +22,7 @@ pytest.importorskip("fla", reason="make test-triton installs it")
 from sft.layers.mixers.mamba import MambaBytes, MambaSizes  # noqa: E402
 from sft.mcore.linear_attention import fla_functions, ssd_fla  # noqa: E402
 from sft.mcore.linear_attention.recurrence import Fragments  # noqa: E402
-from sft.mcore.linear_attention.ssd import Inputs  # noqa: E402
+from sft.mcore.linear_attention.ssd import SsdInputs  # noqa: E402
 from sft.mcore.linear_attention.ssd_fla import FlaSsdKernel  # noqa: E402
 from sft.mcore.linear_attention.ssd_kernel import TorchSsdKernel  # noqa: E402
 from sft.parallel.taps import Taps  # noqa: E402
@@ -76,7 +76,7 @@ def test_maps_outputs_and_gradients(
     of_groups, of_heads, t = (GROUPS, state_dim), (HEADS, head_dim), EDGES[-1]
     c, b, x = (random(t, *shape, seed=seed).to(dtype) for seed, shape in enumerate((of_groups, of_groups, of_heads)))
     g, dt = -torch.exp(random(t, HEADS, seed=3) - 2), torch.exp(random(t, HEADS, seed=4) - 1)
-    narrow, wide = Inputs(c, b, x, g, dt), Inputs(*(y.double() for y in (c, b, x, g, dt)))
+    narrow, wide = SsdInputs(c, b, x, g, dt), SsdInputs(*(y.double() for y in (c, b, x, g, dt)))
     states, last = (random(3, HEADS, state_dim, head_dim, seed=seed) for seed in (5, 6))
     grad, results = random(t, *of_heads, seed=7).to(dtype), []
     for kernel, inputs in ((fla, narrow), (TorchSsdKernel(), wide)):
@@ -120,7 +120,7 @@ def test_the_memory_of_a_backward_pass(fla: FlaSsdKernel) -> None:
     t, sizes = 512, MambaSizes(heads=HEADS, groups=GROUPS, head_dim=16, state_dim=64)
     shapes, generator = ((GROUPS, 64), (GROUPS, 64), (HEADS, 16)), torch.Generator().manual_seed(0)
     narrow = (torch.randn(t, *shape, generator=generator).half() for shape in shapes)
-    inputs = Inputs(*narrow, -torch.rand(t, HEADS), torch.rand(t, HEADS))
+    inputs = SsdInputs(*narrow, -torch.rand(t, HEADS), torch.rand(t, HEADS))
     schedule = fla.schedule(Fragments.of([0, t]), HEADS, CPU)
     gc.freeze()
     with Live(*inputs) as live:

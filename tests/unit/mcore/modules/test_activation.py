@@ -36,7 +36,7 @@ KINDS = {
 
 
 def operands(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The output of linear_fc1, its bias, weights of rows in at least fp32, and a gradient (twice as wide as needed)."""
+    """The output of linear_fc1, its bias, weights of rows in at least fp32, and a gradient, as wide as the output."""
     generator = torch.Generator().manual_seed(7)
     shapes = (ROWS, 2 * WIDTH), (2 * WIDTH,), (ROWS,), (ROWS, 2 * WIDTH)
     x, bias, weights, grad = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)

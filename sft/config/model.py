@@ -220,11 +220,6 @@ class ModelConfig(Section):
         """Key/value heads: `num_query_groups`, or as many as query heads."""
         return self.num_query_groups or self.num_attention_heads
 
-    @property
-    def has_gate(self) -> bool:
-        """Whether MLPs and experts have a gate beside the projection up."""
-        return self.activation != "relu2"
-
     def window_of(self, layer_number: int) -> int | None:
         """The sliding window of a layer, counted from 1; None: the layer attends to all tokens before."""
         has_window = self.sliding_window_layers is None or layer_number in self.sliding_window_layers
@@ -248,20 +243,6 @@ class ModelConfig(Section):
     def has_experts(self, layer_number: int) -> bool:
         """Whether a layer, counted from 1, has experts in place of an MLP."""
         return self.mlp_kind_of(layer_number) == "experts"
-
-    @property
-    def expert_layers(self) -> list[int]:
-        """The layers with experts, counted from 1."""
-        return [number for number in range(1, self.num_layers + 1) if self.has_experts(number)]
-
-    def with_all_mlps(self, kind: MlpKind) -> "ModelConfig":
-        """A model whose layers all have this second half; the model itself if it is such a model."""
-        every = [*range(1, self.num_layers + 1)]
-        if {self.mlp_kind_of(number) for number in every} == {kind}:
-            return self
-        moe = self.moe.model_copy(update={"dense_layers": 0, "layers": None}) if kind == "experts" else MoeConfig()
-        halves = HalvesConfig(without_mlp=every) if kind == "no MLP" else HalvesConfig()
-        return self.model_copy(update={"moe": moe, "halves": halves})
 
     @property
     def mixer_sections(self) -> dict[str, MixerSection]:
@@ -302,11 +283,6 @@ class ModelConfig(Section):
     def num_layer_norms(self) -> int:
         """Norms on hidden states in a layer that have weights."""
         return (4 if self.norm_placement == "both" else 2) + 3 * self.moe.own_norms
-
-    @property
-    def expert_width(self) -> int:
-        """Width of the tokens that experts read and write."""
-        return self.moe.latent_size or self.hidden_size
 
     @property
     def resolved_expert_ffn(self) -> int:

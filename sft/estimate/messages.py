@@ -22,6 +22,7 @@ from sft.estimate.lengths import Lengths
 from sft.estimate.parameters import StageParameters
 from sft.layers.kinds import layer_groups
 from sft.layers.rank_share import FP32
+from sft.layers.weight import expert_width
 from sft.parallel.alignment import aligned
 from sft.parallel.cp_bytes import CpBytes
 from sft.parallel.layout import Layout
@@ -145,7 +146,7 @@ class Messages:
         if ranks == 1 or model.moe.num_experts is None:
             return 0.0
         sequence = layout.tp if layout.sequence_parallel else 1
-        of_token = self._tokens / sequence * (model.expert_width * self._width + FP32 / 2) * layout.etp
+        of_token = self._tokens / sequence * (expert_width(model) * self._width + FP32 / 2) * layout.etp
         times = 6 if self.config.train.repeats_layers else 4
         node, top_k = self.config.parallel.gpus_per_node, model.moe.top_k or 0
         away = max(0.0, 1 - node / ranks)  # share of the tokens that go to ranks of other nodes
@@ -216,4 +217,4 @@ def distinct(groups: float, draws: int) -> float:
 
 def expert_share(model: ModelConfig) -> float:
     """Share of the layers that have experts."""
-    return len(model.expert_layers) / model.num_layers
+    return sum(model.has_experts(number + 1) for number in range(model.num_layers)) / model.num_layers

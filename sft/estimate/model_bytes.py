@@ -8,11 +8,12 @@ from sft.estimate.stage import Stage
 from sft.estimate.units import StageUnits
 from sft.layers.adapters import EMBEDDING, HEAD
 from sft.layers.rank_share import FP32, RankShare
+from sft.layers.weight import expert_width, has_gate
 
 
 def gradients_of_experts(model: ModelConfig, rank: RankShare) -> float:
     """Bytes of the weight gradients of all experts of a layer on this rank."""
-    numbers = (2 + model.has_gate) * model.expert_width * model.resolved_expert_ffn * (model.moe.num_experts or 0)
+    numbers = (2 + has_gate(model)) * expert_width(model) * model.resolved_expert_ffn * (model.moe.num_experts or 0)
     return rank.width * numbers / (rank.ep * rank.etp)
 
 
@@ -20,7 +21,7 @@ def widest_gradient(model: ModelConfig, rank: RankShare) -> float:
     """Bytes of a rank's largest weight gradient of gate and up, before it is added to the fp32 sum."""
     dense = model.ffn_hidden_size if model.moe.is_mixed else 0
     widest = max(model.resolved_expert_ffn, model.moe.shared_ffn_hidden_size or 0, dense)
-    return rank.width * model.hidden_size * (1 + model.has_gate) * widest / rank.tp
+    return rank.width * model.hidden_size * (1 + has_gate(model)) * widest / rank.tp
 
 
 def loss_head(loss: LossConfig, model: ModelConfig, rank: RankShare, *, vocab_rows: float, tokens: float) -> float:
@@ -85,7 +86,7 @@ def tile_sum(stage: Stage) -> float:
     """Bytes of the fp32 sums of an MLP's weights over tiles; 0 for fp32 gradients, which are the sums themselves."""
     config, model = stage.config, stage.config.model
     is_summed = config.train.mlp_tile is not None and stage.trains_layers
-    size = (2 + model.has_gate) * model.hidden_size * model.ffn_hidden_size / stage.rank.tp
+    size = (2 + has_gate(model)) * model.hidden_size * model.ffn_hidden_size / stage.rank.tp
     return FP32 * size if config.optim.gradient_bytes < FP32 and is_summed else 0.0
 
 

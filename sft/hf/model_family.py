@@ -6,9 +6,10 @@ from sft.config import ModelConfig
 from sft.hf.families import FAMILIES
 from sft.hf.family import Family
 from sft.hf.model_keys import PLAIN
+from sft.layers.weight import has_gate
 
 # Keys below `model` that add or move tensors, and their values in families whose tables do not name them.
-_USUAL = {"full_attention.is_used": False, "has_gate": True} | {
+_USUAL = {"full_attention.is_used": False} | {
     key: PLAIN[key]
     for key in (
         *("norm_placement", "norm_zero_centered", "value_norm", "layer_scalar", "qk_norm_across_heads"),
@@ -31,12 +32,12 @@ def model_family(model: ModelConfig) -> Family | None:
             bool(getattr(section, section.switch)) == (f"{name}.{section.switch}" in named)
             for name, section in model.mixer_sections.items()
         )
-        named |= {"has_gate"} if family.implied.get("activation") == "relu2" else set()
         named |= {"full_attention.is_used"} if "full_attention.keys_as_values" in named else set()
         usual = {key: value for key, value in _USUAL.items() if key not in named}
         return (
             (has_experts or may_have_experts)
             and has_mixers
+            and has_gate(model) == (family.implied.get("activation") != "relu2")
             and all(attrgetter(key)(model) == value for key, value in (usual | dict(family.implied)).items())
         )
 

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from sft.config.halves import MlpKind
+from sft.config.halves import HalvesConfig, MlpKind
 from sft.config.mixer_section import LayerKind
 from sft.config.model import ModelConfig
+from sft.config.moe import MoeConfig
 from sft.layers import mtp
 from sft.layers.mixer import Mixer
 from sft.layers.mixers import MIXERS
@@ -28,6 +29,16 @@ def model_of_kind(model: ModelConfig, kind: LayerKind) -> ModelConfig:
     The result is `model` itself, unless model.full_attention gives this kind other sizes.
     """
     return MIXERS[kind].narrowed(model)
+
+
+def _with_all_mlps(model: ModelConfig, kind: MlpKind) -> ModelConfig:
+    """A model whose layers all have this second half; the model itself if it is such a model."""
+    numbers = [*range(1, model.num_layers + 1)]
+    if {model.mlp_kind_of(number) for number in numbers} == {kind}:
+        return model
+    moe = model.moe.model_copy(update={"dense_layers": 0, "layers": None}) if kind == "experts" else MoeConfig()
+    halves = HalvesConfig(without_mlp=numbers) if kind == "no MLP" else HalvesConfig()
+    return model.model_copy(update={"moe": moe, "halves": halves})
 
 
 @dataclass(frozen=True)
@@ -84,7 +95,7 @@ def all_layer_groups(model: ModelConfig) -> list[LayerGroup]:
     for number in range(1, model.num_layers + model.has_mtp + 1):
         alike = model.kind_of(number), model.mlp_kind_of(number), number > model.num_layers
         numbers.setdefault(alike, []).append(number)
-    by_mlp = {mlp: model.with_all_mlps(mlp) for mlp in dict.fromkeys(mlp for _, mlp, _ in numbers)}
+    by_mlp = {mlp: _with_all_mlps(model, mlp) for mlp in dict.fromkeys(mlp for _, mlp, _ in numbers)}
     groups = []
     for (kind, mlp, is_mtp), of_group in numbers.items():
         own = MIXERS[kind].narrowed(by_mlp[mlp])

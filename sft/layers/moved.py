@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from sft.config import ModelConfig
 from sft.layers.rank_share import RankShare
+from sft.layers.weight import has_gate
 
 
 class Moved(NamedTuple):
@@ -26,7 +27,7 @@ def total(*parts: Moved) -> Moved:
 
 def activation(model: ModelConfig, ffn: float) -> Moved:
     """The bytes of an activation function, which is one operation.  ffn: bytes of its output"""
-    projections = 1 + model.has_gate
+    projections = 1 + has_gate(model)
     return Moved((projections + 1) * ffn, (2 * projections + 1) * ffn, (projections + 1) * ffn)
 
 

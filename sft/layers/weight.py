@@ -82,3 +82,13 @@ def has_input_norms(model: ModelConfig) -> bool:
 def has_output_norms(model: ModelConfig) -> bool:
     """Whether norms are on the outputs of attention and MLP."""
     return model.norm_placement != "pre"
+
+
+def has_gate(model: ModelConfig) -> bool:
+    """Whether MLPs and experts have a gate beside the projection up."""
+    return model.activation != "relu2"
+
+
+def expert_width(model: ModelConfig) -> int:
+    """Width of the tokens that experts read and write."""
+    return model.moe.latent_size or model.hidden_size

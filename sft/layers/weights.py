@@ -21,7 +21,7 @@ from functools import lru_cache
 from sft.config import ModelConfig
 from sft.layers.mixers import MIXERS
 from sft.layers.mlps import MLPS
-from sft.layers.weight import LayerWeight, has_output_norms
+from sft.layers.weight import LayerWeight, expert_width, has_gate, has_output_norms
 
 AFTER_MIXER = (LayerWeight("post_self_attn_layernorm.weight", "h", "norm", step=4, has=has_output_norms),)
 AFTER_MLP = (
@@ -59,7 +59,7 @@ def sizes_of(model: ModelConfig, vocab_size: int = 0) -> dict[str, int]:
     """The sizes of a model by letter: {"h": 4096, ...}."""
     queries = model.num_attention_heads * model.resolved_head_dim
     keys = model.resolved_query_groups * model.resolved_head_dim
-    projections = 1 + model.has_gate
+    projections = 1 + has_gate(model)
     sizes = {
         "v": vocab_size,
         "h": model.hidden_size,
@@ -69,7 +69,7 @@ def sizes_of(model: ModelConfig, vocab_size: int = 0) -> dict[str, int]:
         "e": model.resolved_expert_ffn,
         "F": projections * model.ffn_hidden_size,
         "E": projections * model.resolved_expert_ffn,
-        "W": model.expert_width,
+        "W": expert_width(model),
         "R": projections * (model.moe.shared_ffn_hidden_size or 0),
         "q": queries,
         "k": keys,

@@ -163,7 +163,7 @@ def bytes_kept(overrides: Sequence[str], num_layers: int) -> int:
         # the mean of two layers: only attention, the first case without the input of the MLP, 128; and only an MLP, 128
         ([*HALVES, "train.recompute=selective"], (844 + 128) // 2),
         ([*HALVES, "train.recompute=attention_kept"], (128 + 256 + 32 + 128) // 2),
-        # without recomputation also: normed input, 128, normed query and key, 320; normed input of the MLP with a scale,
+        # without recomputation also: normed input, 128, normed query and key, 320; normed input of the MLP, its scale,
         # the projection, 384, and its activation, 384
         ([*HALVES, "train.recompute=none"], (844 + 128 + 320 + 128 + 128 + 4 + 384 + 384) // 2),
         # with tiles, neither the inside of the MLP nor the output of its norm is saved

@@ -101,8 +101,8 @@ def _renamed(rule: Rule) -> Rule:
 
 
 def _stored(name: str) -> str:
-    for ours, theirs in _NAMES.items():
-        name = name.replace(ours, theirs)
+    for ours, stored in _NAMES.items():
+        name = name.replace(ours, stored)
     return name
 
 

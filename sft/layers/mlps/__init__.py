@@ -13,5 +13,5 @@ MLPS: Mapping[MlpKind, type[Mlp]] = {"experts": Experts, "dense": DenseMlp, "no 
 
 
 def mlp_of(model: ModelConfig) -> Mlp:
-    """The second half of the model's layers, which must all have the same (`ModelConfig.with_all_mlps`)."""
+    """The second half of the model's layers, which must all have the same."""
     return MLPS[model.mlp_kind_of(1)](model)

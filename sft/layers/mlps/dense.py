@@ -6,7 +6,7 @@ from sft.config import ModelConfig
 from sft.layers.moved import Moved, activation, around
 from sft.layers.rank_share import RankShare
 from sft.layers.second_half import Mlp, MlpBackward
-from sft.layers.weight import LayerWeight, has_input_norms
+from sft.layers.weight import LayerWeight, has_gate, has_input_norms
 
 _M = "mlp"
 
@@ -24,7 +24,7 @@ class DenseMlp(Mlp):
     is_split_by_tp = True
 
     def saved_inside(self, rank: RankShare) -> dict[str, float]:
-        ffn, gates = rank.width * self.model.ffn_hidden_size / rank.tp, self.model.has_gate
+        ffn, gates = rank.width * self.model.ffn_hidden_size / rank.tp, has_gate(self.model)
         unfused = {} if rank.is_fused or self.model.activation != "swiglu" else {"silu and up": 2 * ffn}
         return {"gate and up": (1 + gates) * ffn, "gated": ffn, **unfused}
 

@@ -9,7 +9,7 @@ from sft.config import ModelConfig
 from sft.layers.moved import Moved, activation, around, total
 from sft.layers.rank_share import FP32, RankShare
 from sft.layers.second_half import MLP_NORM, MLP_OUTPUT, NORM_SCALE, Mlp, MlpBackward
-from sft.layers.weight import LayerWeight, has_input_norms
+from sft.layers.weight import LayerWeight, expert_width, has_gate, has_input_norms
 
 LATENT = "latent of experts"  # `LayerWeight.part` of the projections to the experts' width and back
 _M, _X, _SHARED = "mlp", "mlp.experts.experts", "moe.shared_ffn_hidden_size"
@@ -56,17 +56,17 @@ class Experts(Mlp):
 
     def saved_inside(self, rank: RankShare) -> dict[str, float]:
         model, top_k = self.model, self.model.moe.top_k or 0
-        sent = rank.sequence * top_k * rank.width * model.expert_width
+        sent = rank.sequence * top_k * rank.width * expert_width(model)
         ffn = rank.sequence * top_k * rank.width * model.resolved_expert_ffn
         return {
             # For each expert an fp32 score, probability and weight, and two masks; for each choice two int64 indices
             # and two fp32 values.
             "router": rank.sequence * ((3 * FP32 + 2) * self.num_experts + 24 * top_k),
             "sent to experts": sent * rank.etp,  # each etp rank has all tokens of its expert, and a part of its width
-            "gate and up": (1 + model.has_gate) * ffn,
+            "gate and up": (1 + has_gate(model)) * ffn,
             "gated": ffn,
             **({} if rank.is_fused or model.activation != "swiglu" else {UNFUSED: 3 * ffn}),
-            **({LATENT: rank.sequence * rank.width * model.expert_width} if model.moe.latent_size else {}),
+            **({LATENT: rank.sequence * rank.width * expert_width(model)} if model.moe.latent_size else {}),
             **self._shared_expert(rank),
             **self._own_norms(rank),
         }
@@ -79,7 +79,7 @@ class Experts(Mlp):
         ffn = rank.width * model.moe.shared_ffn_hidden_size / rank.tp
         gate = {"shared expert's output and gate": rank.hidden(model) + rank.width * rank.sequence}
         return {
-            "shared gate and up": (1 + model.has_gate) * ffn,
+            "shared gate and up": (1 + has_gate(model)) * ffn,
             "shared gated": ffn,
             **(gate if model.moe.shared_gate else {}),
         }
@@ -153,10 +153,10 @@ class Experts(Mlp):
         back), of their sum, and of biases, which are weighted and added in fp32."""
         model, width = self.model, rank.width
         hidden, num_sent = rank.hidden(model), (model.moe.top_k or 0) * rank.sequence
-        sent, received = (width * count * model.expert_width for count in (num_sent, num_sent * rank.etp))
+        sent, received = (width * count * expert_width(model) for count in (num_sent, num_sent * rank.etp))
         ffn = width * num_sent * model.resolved_expert_ffn
         in_fp32 = rank.sequence * model.hidden_size * (width + FP32)
-        copies = 2 * sent + 4 * received + sent + rank.sequence * width * model.expert_width
+        copies = 2 * sent + 4 * received + sent + rank.sequence * width * expert_width(model)
         forward = copies + in_fp32 + ROUTER[0] * rank.sequence * self.num_experts
         backward = copies + 2 * in_fp32 + ROUTER[1] * rank.sequence * self.num_experts + 3 * hidden
         own = Moved(forward, backward, 2 * received)
@@ -166,7 +166,7 @@ class Experts(Mlp):
         """Bytes of both biases.  received: bytes of the tokens of this rank's experts in fp32"""
         if not self.model.mlp_bias:
             return Moved()
-        first = ffn * (1 + self.model.has_gate)
+        first = ffn * (1 + has_gate(self.model))
         forward = 2 * first + 4 * received
         return Moved(forward, first + 7.5 * received, forward)
 

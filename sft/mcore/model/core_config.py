@@ -11,6 +11,7 @@ from torch import Tensor
 from sft.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from sft.config.megatron_fields import PERMUTE_FUSION
 from sft.errors import ConfigError
+from sft.layers.weight import has_gate
 from sft.mcore import fp8, pipeline
 from sft.mcore.attention import rope
 from sft.mcore.backend import AttentionBackend, params_dtype
@@ -51,7 +52,7 @@ def transformer_config(
         add_qkv_bias=model.qkv_bias,
         attention_output_gate=model.attention_output_gate,
         hetereogenous_dist_checkpoint=not model.stacks_layers,  # core then gives each layer its own tensors
-        gated_linear_unit=model.has_gate,
+        gated_linear_unit=has_gate(model),
         activation_func=torch.nn.functional.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,

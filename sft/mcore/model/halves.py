@@ -1,4 +1,4 @@
-"""Takes a half out of the spec of a layer: the mixer, or the MLP.  Core has modules that return their input for this."""
+"""Takes a half out of the spec of a layer: the mixer, or the MLP.  Core has modules that return their input."""
 
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp

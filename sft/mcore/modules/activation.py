@@ -94,12 +94,12 @@ def _backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of x, bias and weights."""
     wide = _widened(x, bias)
-    output, slopes = _computed(wide, kind, limit, alpha)
+    output, derivatives = _computed(wide, kind, limit, alpha)
     grad, dweights = grad.to(wide.dtype), None
     if weights is not None:
         dweights = (grad * output).sum(-1).to(weights.dtype)
         grad = grad * weights[..., None]
-    parts = [grad * slope for slope in slopes]
+    parts = [grad * slope for slope in derivatives]
     dbias = None if bias is None else torch.cat(parts, -1).flatten(0, -2).sum(0).to(bias.dtype)
     # Rounded before they are joined, because a compiled kernel may write the joined parts to memory unrounded, too.
     return torch.cat([part.to(x.dtype) for part in parts], -1), dbias, dweights

@@ -40,7 +40,7 @@ def test_the_layers_of_a_model_with_halves() -> None:
     sizes = {"num_layers": 5, "halves": {"without_mlp": [1, 5], "without_mixer": [2, 3]}}
     moe = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 3, "layers": [2]}
     model = layout_config(model={**TINY, **sizes, "moe": moe}).model
-    assert model.expert_layers == [2] and not model.stacks_layers
+    assert not model.stacks_layers
     groups = all_layer_groups(model)
     assert [(group.mixer.kind, type(group.mlp).__name__, list(group.numbers)) for group in groups] == [
         ("full attention", "NoMlp", [1, 5]),
@@ -55,7 +55,7 @@ def test_the_layers_of_a_model_with_halves() -> None:
     assert SplitSizes.of(model).by_tp.keys() >= {"model.num_attention_heads", "model.ffn_hidden_size"}
 
 
-def test_a_model_of_equal_layers_is_its_own_kind() -> None:
+def test_the_layers_of_a_model_with_equal_layers_are_of_the_model_itself() -> None:
     model = parsed().config.model
-    assert model.with_all_mlps("dense") is model
-    assert model.with_all_mlps("no MLP").mlp_kind_of(1) == "no MLP"
+    (group,) = all_layer_groups(model)
+    assert group.model is model and list(group.numbers) == [*range(1, model.num_layers + 1)]

@@ -79,9 +79,7 @@ def lost_by_peft(modules: Iterable[str], *, rslora: bool) -> str | None:
     """
     modules = list(modules)
     if refused := next(filter(is_refused, modules), None):
-        return (
-            f"PEFT refuses adapters of {refused}, whose weight a kernel reads.  lora.exclude=[out_proj] leaves it out"
-        )
+        return f"PEFT refuses adapters of {refused}, which a kernel reads.  lora.exclude=[out_proj] leaves it out"
     blocks: defaultdict[str, defaultdict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for module in modules:
         if match := _EXPERT.fullmatch(module):

@@ -36,8 +36,7 @@ KINDS = {
 
 
 def operands(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The output of linear_fc1, its bias, weights of rows in at least fp32, and a gradient, of which a gated activation
-    takes the first half."""
+    """The output of linear_fc1, its bias, weights of rows in at least fp32, and a gradient, as wide as the output."""
     generator = torch.Generator().manual_seed(7)
     shapes = (ROWS, 2 * WIDTH), (2 * WIDTH,), (ROWS,), (ROWS, 2 * WIDTH)
     x, bias, weights, grad = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
@@ -65,7 +64,7 @@ def test_values_and_gradients_are_those_of_transformers(kind: str, has_bias: boo
 
 
 def test_written_out() -> None:
-    """limit 2, alpha 1: gate 3 is clamped to 2, up -5 to -2; (-2 + 1) * 2 * sigmoid(2).  Then gelu(1) * 2, and squares."""
+    """limit 2, alpha 1: gate 3 is clamped to 2, up -5 to -2; (-2 + 1) * 2 * sigmoid(2).  Then gelu(1) * 2; squares."""
     clamped = Activation(kind="clamped_swiglu", limit=2.0, alpha=1.0)
     assert clamped(torch.tensor([[3.0, -5.0]])).item() == pytest.approx(-2 * 0.880797, abs=1e-5)
     assert KINDS["geglu"][0](torch.tensor([[1.0, 2.0]])).item() == pytest.approx(2 * 0.841192, abs=1e-5)

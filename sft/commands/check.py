@@ -131,7 +131,9 @@ def _check_data(recipe: "Recipe", layout: "Layout", gpu: "Gpu | None") -> None:
     lengths = Lengths.of_corpus(corpus.shapes)
     if lengths.trees:
         needed = estimate(recipe.config, layout, rows, trained=trained, lengths=lengths).device
-        print_group("memory", [f"per rank with the trees of an average pack, estimated and not measured: {size(needed)}"])
+        print_group(
+            "memory", [f"per rank with the trees of an average pack, estimated and not measured: {size(needed)}"]
+        )
     if gpu is not None:
         _check_fit(recipe, layout, rows, trained, lengths, gpu)
     _print_time(recipe, layout, tokenizer.vocab_size, lengths, gpu)

@@ -125,5 +125,7 @@ def test_a_long_document_is_summed_as_float64_would() -> None:
 
 def test_sums_over_a_text_are_exact() -> None:
     """fp32 has no 2^24 + 1, and TF32, to which a GPU may round, no 2^11 + 1."""
-    documents = TokenDocuments(torch.zeros(1, dtype=torch.int32), 3, None, torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 1.0]]))
+    documents = TokenDocuments(
+        torch.zeros(1, dtype=torch.int32), 3, None, torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 1.0]])
+    )
     assert documents.by_text(torch.tensor([[2.0**24], [1.0], [1.0]])).tolist() == [[2**24 + 2], [2**24]]

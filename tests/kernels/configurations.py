@@ -59,7 +59,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def text(self) -> str:
-        return text(self.demand) + ("" if self.is_causal else ", to parents")
+        return text(self.demand) + ("" if self.is_causal else ", parents")
 
 
 def models() -> Iterator[tuple[str, Config]]:

@@ -113,7 +113,7 @@ def _trees(samples: SampleSizes) -> TreeShare:
     counts = np.diff(samples.starts)
     of_sample = np.repeat(np.arange(len(counts)), counts)
     is_branch, is_used = samples.depths > 0, (samples.lengths > 0) & (counts > 1)[of_sample]
-    places = np.unique(np.stack([of_sample, samples.depths])[:, is_branch], axis=1)
+    forks = np.unique(np.stack([of_sample, samples.depths])[:, is_branch], axis=1)
     size = np.log2(np.maximum(samples.lengths, 1)).astype(int)
     groups = [
         TreeDocuments(float(chosen.sum()), float(samples.lengths[chosen].mean()), float(samples.depths[chosen].mean()))
@@ -122,4 +122,4 @@ def _trees(samples: SampleSizes) -> TreeShare:
         for chosen in [kind & is_used & (size == exponent)]
     ]
     keys = np.maximum.reduceat(samples.depths, samples.starts[:-1]).sum() if len(counts) else 0
-    return TreeShare(tuple(groups), float(places.shape[1]), float(keys))
+    return TreeShare(tuple(groups), float(forks.shape[1]), float(keys))

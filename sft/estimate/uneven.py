@@ -137,7 +137,10 @@ def of_step(packs: np.ndarray, dp: int, width: int) -> float:
 def _packs(
     tokens: tuple[float, ...], shares: tuple[float, ...], seq_length: int, attention: AttentionCost
 ) -> np.ndarray:
-    """float64 [about NUM_PACKS, or fewer]: attention of packs.  A document goes into the fullest open pack that holds it."""
+    """float64 [about NUM_PACKS, or fewer]: attention of packs.
+
+    A document goes into the fullest open pack that holds it.
+    """
     limited = np.minimum(tokens, seq_length)
     in_pack = seq_length / (shares @ limited)
     number = int(max(min(NUM_PACKS * in_pack, MAX_DOCUMENTS), OPEN_PACKS * in_pack)) + 1

@@ -1,8 +1,8 @@
 """Which kernels the families and the recipes need: one configuration for each compiled variant of a kernel.
 
-The list comes from the functions by which a run chooses its kernels.  A layer without a window has a configuration more:
-in packs with trees, branches attend to tokens of their parents in calls without a mask (parent_keys.py); a window's keys
-are copied before each branch instead.  Released models are those of
+The list comes from the functions by which a run chooses its kernels.  A layer without a window has one configuration
+more: in packs with trees, branches attend to tokens of their parents in calls without a mask (parent_keys.py).  The
+keys of a window are copied before each branch instead.  Released models are those of
 tests/unit/fixtures/released and tests/unit/hf/released.py; recipes are all files of recipes/.  Two layers share a
 configuration if a kernel's compiled code is the same for both: the length of a window and the number of heads do not
 matter, the number of query heads for each key head does.
@@ -83,7 +83,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def text(self) -> str:
-        return text(self.demand) + ("" if self.is_causal else ", to parents")
+        return text(self.demand) + ("" if self.is_causal else ", parents")
 
 
 def models() -> Iterator[tuple[str, Config]]:

@@ -241,8 +241,8 @@ def _cost_of_rows(
     shape  number of rows (microbatches), and of packs in a row (dp)
 
     Two sequences longer than half a pack never share a pack.  So if there are k such sequences, the k-th costliest pack
-    costs at least as much as the k-th costliest of them, which among trees need not be the k-th longest.  A pack costs at most as much as one that is full of sequences
-    of the length of its longest.
+    costs at least as much as the k-th costliest of them, which among trees need not be the k-th longest.  A pack costs
+    at most as much as one that is full of sequences of the length of its longest.
     """
     count = shape[0] * shape[1]
     order = np.argsort(-lengths, kind="stable")[:count]

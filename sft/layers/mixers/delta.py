@@ -142,8 +142,8 @@ class DeltaBytes(MixerBytes):
             "delta rule's output": width * values,
             "gated norm's scale": FP32 * of_heads,
         }
-        # The map [K, K] of a fragment, and the state before it.  With cp 1, a tree saves a map and a state for each place
-        # after which branches begin; all trees share the state zero.
+        # The map [K, K] of a fragment, and the state before it.  With cp 1, a tree saves both for each place where
+        # branches begin; all trees share the state zero.
         if count := self._fragments:
             maps = states = count
             if self.rank.cp == 1:

@@ -157,7 +157,7 @@ class HeadwisePassing:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadRows:
-    """What backward reads of the maps A and of the states before this rank's n linked fragments.
+    """The rows that backward reads of the maps A and of the states before this rank's n linked fragments.
 
     It reads A of fragments with a predecessor and a successor.  Fragments with the same predecessor, such as branches
     at one fork, have the same state.

@@ -735,10 +735,10 @@ def test_transformer_engine_keeps_what_it_received(cp_comm: str, received: int) 
 
 
 def test_trees_need_copies_of_keys() -> None:
-    """8,192 tokens of Llama-8B, of which ten branches have 200: 4,096 elements of queries and 2,048 of a key and a value.
+    """8,192 tokens of Llama-8B, of which ten branches have 200: 4,096 elements of queries, 2,048 of a key and a value.
 
-    Over cp, the 380 keys of parents are gathered once more: with four head groups, in bf16 as keys, as gradients and for
-    each query head.  A window of 101 has 100 keys before each branch, and over cp before both chunks of it.
+    Over cp, the 380 keys of parents are gathered once more: with four head groups, in bf16 as keys, as gradients and
+    for each query head.  A window of 101 has 100 keys before each branch, and over cp before both chunks of it.
     """
     trees = TreeShare((TreeDocuments(1, 400, 0), TreeDocuments(10, 20, 200)), forks=5, keys=380)
     full, windows = (layout_config(model={**LLAMA_8B, **also}).model for also in ({}, {"sliding_window": 101}))

@@ -87,9 +87,9 @@ def test_the_list_has_calls_of_branches_where_a_run_makes_them() -> None:
     """Layers without a window; gpt-oss has both kinds."""
     listed = [call.text for call in configurations.attention_calls()]
     assert len({*listed}) == len(listed)
-    assert "64/64, 8 heads a key, to parents" in listed and "512/512, 8 heads a key, to parents" in listed
+    assert "64/64, 8 heads a key, parents" in listed and "512/512, 8 heads a key, parents" in listed
     windows = [text for text in listed if "window" in text]
-    assert windows and not any("to parents" in text for text in windows)
+    assert windows and not any("parents" in text for text in windows)
 
 
 def test_our_code_refuses_what_the_packages_must_still_refuse() -> None:

@@ -81,8 +81,9 @@ def test_the_limit_of_rows_takes_the_costliest_samples_not_the_longest() -> None
 
 
 def test_each_branch_has_a_halo_over_cp() -> None:
-    """Window 11, on two ranks: a document of 64 tokens has chunks of 16, which need 0, 10, 10 and 10 tokens before them,
-    of which a late one has those of an early one on its own rank.  A branch needs 10 more before its first chunk."""
+    """Window 11, on two ranks: a document of 64 tokens has chunks of 16, which need 0, 10, 10 and 10 tokens before
+    them, of which a late one has those of an early one on its own rank.  A branch needs 10 more before its first chunk.
+    """
     cost = CpCost(others=((1.0, HaloTraffic(token_bytes=4, window=11)),), token_ns=0.0, intra_gb_s=1.0)
     tree = Shapes(np.array([0, 3]), np.array([64, 64, 64]), np.array([0, 32, 32]))
     assert cost.times(tree, 2).tolist() == [4 * (20 + 30 + 30) / 2]

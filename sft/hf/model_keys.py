@@ -27,6 +27,7 @@ PLAIN: dict[str, Any] = {
     key: leaves()[f"model.{key}"].default
     for key in (
         *("norm_placement", "norm_zero_centered", "qk_norm_across_heads", "value_norm", "layer_scalar"),
+        *("final_norm_zero_centered", "output_norm_epsilon", "qk_norm_weights", "embedding_norm"),
         *(f"full_attention.{name}" for name in ("head_dim", "num_query_groups", "keys_as_values")),
         *("sliding_window", "sliding_window_layers", "attention_softcap"),
         *("activation", "activation_limit", "activation_alpha"),

@@ -6,6 +6,7 @@ files declare families:
     llama.py                             layers like those of Llama, Mixtral and Qwen
     variants.py, gemma.py, gemma4.py     layers that compute more
     routed.py                            routers with sigmoid scores
+    gated.py                             an output gate of attention with a projection of its own
     linear.py                            linear attention
     latent.py                            latent attention
     vision.py                            a vision tower beside a language model of another family
@@ -16,6 +17,7 @@ files declare families:
 from collections.abc import Mapping
 from typing import Any
 
+from sft.hf.families.gated import GATED
 from sft.hf.families.gemma import GEMMA
 from sft.hf.families.gemma4 import GEMMA4
 from sft.hf.families.latent import LATENT
@@ -28,7 +30,18 @@ from sft.hf.family import Family
 
 FAMILIES = {
     family.name: family
-    for family in (*LLAMA_LIKE, *VARIANTS, *GEMMA, *GEMMA4, *GPT_OSS, *ROUTED, *LINEAR_FAMILIES, *LATENT, *VISION)
+    for family in (
+        *LLAMA_LIKE,
+        *VARIANTS,
+        *GEMMA,
+        *GEMMA4,
+        *GPT_OSS,
+        *ROUTED,
+        *GATED,
+        *LINEAR_FAMILIES,
+        *LATENT,
+        *VISION,
+    )
 }
 
 

@@ -38,7 +38,7 @@ def with_experts(spec: ModuleSpec, model: ModelConfig, library: ModuleLibrary, *
     layer: type[ExpertLayer] = ExpertLayer
     if model.moe.own_norms:
         spec.submodules.pre_mlp_layernorm = IdentityOp
-        layer, arguments = NormedExperts, arguments | {"norm": library.final_norm}
+        layer, arguments = NormedExperts, arguments | {"norm": library.norm}
     if isinstance(mlp, ModuleSpec):  # up to core 0.18
         mlp.module, mlp.params = layer, arguments
     else:

@@ -22,7 +22,7 @@ def layer_spec(config: Config, backend: AttentionBackend, tp_group: Any, layer_n
     spec.module = Layer
     spec.params = {
         "residual_multiplier": model.residual_multiplier,
-        "output_norm": None if model.norm_placement == "pre" else backend.library.final_norm,
+        "output_norm": None if model.norm_placement == "pre" else backend.library.output_norm,
         "has_scalar": model.layer_scalar,
         "frees_memory": config.parallel.shard == "weights",
     }

@@ -29,6 +29,7 @@ LIKE_LLAMA = {
     "norm_placement": "pre",
     "norm_zero_centered": False,
     "qk_norm_across_heads": False,
+    **{"qk_norm_weights": True, "embedding_norm": False, "final_norm_zero_centered": None, "output_norm_epsilon": None},
     "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0,
     "attention_multiplier": None,

@@ -120,6 +120,15 @@ VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         **dict(num_layers=34, hidden_size=4096, ffn_hidden_size=14336, vocab_size=131072),
         **{"rope.scaling": "yarn", "rope.factor": 16.0, "rope.query_scale_beta": 0.1},
     }),
+    (config("muse_glimmer_30b"), {  # every fourth layer has neither window nor positions
+        **dict(num_layers=52, hidden_size=6656, resolved_query_groups=2, resolved_head_dim=128, sliding_window=2048),
+        **dict(sliding_window_layers=[number for number in range(1, 53) if number % 4], logits_softcap=20.0),
+        "rope": RopeConfig(base=1e4, skip_layers=list(range(4, 53, 4))),
+        **dict(qk_norm=True, qk_norm_weights=False, embedding_norm=True, attention_output_gate=True),
+        **dict(norm_placement="both", norm_zero_centered=True, final_norm_zero_centered=False),
+        **dict(norm_epsilon=1e-5, output_norm_epsilon=1e-8, logits_scaling=approx(26**0.5)),
+        "attention_multiplier": approx(3.87 / 128**0.5),
+    }),
     (config("granite_3_3_8b"), {
         **dict(embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.0078125),
         "logits_scaling": 16.0,
@@ -203,6 +212,12 @@ def test_parameters_are_as_many_as_in_transformers(name: str) -> None:
     total = num_parameters(found.model, found.vocab_size)
     assert total == theirs.num_parameters()
     assert (total, active_parameters(found.model, found.vocab_size)) == PARAMETERS[name]
+
+
+def test_parameters_of_a_language_model_that_transformers_has_only_with_a_tower() -> None:
+    """The number is that of transformers, without the 1,921,845,760 parameters of tower, adapter and projection."""
+    model = model_of(config("muse_glimmer_30b"))
+    assert num_parameters(model, 202_048) == active_parameters(model, 202_048) == 27_854_780_928
 
 
 WRITTEN_BACK = [*SIZES, *VISION, "phi_4", "seed_oss_36b", "ministral_3_8b text", "gemma_4_26b_a4b text", "gpt_oss_20b"]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import peft
 import pytest
+import torch
 
 from sft.config.lora import LoraConfig
 from sft.errors import ConfigError
@@ -13,7 +14,7 @@ from sft.recipe.load import parse_recipe
 from sft.weights.lora.base_digest import _digest_of
 from sft.weights.lora.targets import select
 from sft.weights.trained import trained_weights
-from tests.unit.fixtures import hf
+from tests.unit.fixtures import hf, vision
 
 RECIPE = """
 run: {{dir: runs/none}}
@@ -44,6 +45,14 @@ def test_all_linear_is_that_of_peft(tmp_path: Path, family: str) -> None:
     theirs = peft.get_peft_model_state_dict(peft.get_peft_model(hf.load(folder), settings))
     expected = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in theirs}
     assert len(expected) >= 8 and set(names(selected(folder, ["all-linear"]))) == expected
+
+
+def test_all_linear_of_a_model_with_a_tower(tmp_path: Path) -> None:
+    """All Linears of the language model, among them the output gate's, which has the name of the MLP's gate."""
+    folder = vision.save(tmp_path / "model", "muse_glimmer")
+    linears = [name for name, module in vision.load(folder).named_modules() if isinstance(module, torch.nn.Linear)]
+    expected = {name for name in linears if name.startswith("model.language_model.")}
+    assert len(expected) == 4 * 8 and set(names(selected(folder, ["all-linear"]))) == expected
 
 
 @pytest.mark.parametrize(

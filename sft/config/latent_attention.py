@@ -92,7 +92,6 @@ class LatentAttentionConfig(MixerSection):
             "norm_placement": model.norm_placement != "pre",
             "rope.fraction": model.rope.fraction != 1.0,
             "rope.skip_layers": bool(model.rope.skip_layers),
-            "rope.query_scale_beta": model.rope.query_scale_beta is not None,
         }
         for name in (name for name, is_used in excluded.items() if is_used):
             yield name, "is not supported with latent_attention; use the default"

@@ -111,7 +111,7 @@ def in_stored_names(
 
 # Model types whose files hold experts as transformers has them in memory; types whose files call the matrices of an
 # expert w1, w2 and w3.
-_AS_IN_MEMORY, _NUMBERED = ("gpt_oss", "gemma4_text"), ("minimax_m2", "mixtral")
+_AS_IN_MEMORY, _NUMBERED = ("gpt_oss", "gemma4_text", "mistral4"), ("minimax_m2", "mixtral")
 
 
 def stored_gradients(

@@ -251,6 +251,12 @@ CASES: dict[str, Case] = {
         gradients="cp_ep+selective",
         more_gradients="one tp cp+selective pp dp_sharded ep tp_cp_ep",
     ),
+    "mistral4": Case(
+        dict(family="mistral4"),
+        losses="one",
+        gradients="tp_cp_ep pp_cp+full",
+        more_gradients="one tp ep cp+selective pp dp_sharded cp4 tp_dp cp_ep+selective tp_ep",
+    ),
     # A latent has 84 elements; keys and values of a rank have 136 elements with tp 1, and 68 with tp 2.
     "wide": Case(
         dict(family="deepseek_v3", kv_lora_rank=80, rope_interleave=False, first_k_dense_replace=0),

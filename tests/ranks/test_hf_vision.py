@@ -33,6 +33,7 @@ CASES: list[Any] = [
     ("qwen3_vl_moe", [*CP, *EP]),
     ("mistral3", PP),
     ("ministral3", CP),
+    pytest.param("mistral3/mistral4", [*CP, *EP], marks=pytest.mark.grid),
     ("gemma3", PP),
     ("gemma4", EP),
     ("gemma4_unified", CP),

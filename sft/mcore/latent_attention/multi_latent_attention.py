@@ -148,7 +148,7 @@ class MultiLatentAttention(MegatronModule):
         return result
 
     def _query(self, hidden_states: Tensor, documents: PackedDocuments) -> Tensor:
-        """The queries of this rank's heads, [t, heads, d], rotated."""
+        """The queries of this rank's heads, [t, heads, d], rotated, and times their factor by position."""
         if self._sizes.q_lora_rank is None:
             query = self.linear_q_proj(hidden_states)[0]
         else:
@@ -156,7 +156,8 @@ class MultiLatentAttention(MegatronModule):
         query = query.squeeze(1).unflatten(-1, (self._num_heads, -1))
         assert documents.rotation is not None
         plain, rotary = query.split([self._sizes.qk_nope_head_dim, self._sizes.qk_rope_head_dim], dim=-1)
-        return torch.cat((plain, documents.rotation.apply(rotary)), dim=-1)
+        query, scale = torch.cat((plain, documents.rotation.apply(rotary)), dim=-1), documents.rotation.query_scale
+        return query if scale is None else query * scale
 
     def _latent(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """The normed latent [s, 1, rank] and the rotary key [s, 1, r], not rotated, of this rank's tokens."""

@@ -96,6 +96,16 @@ ROPE_OF = {
     "cwm": RopeConfig(base=1e6, scaling="llama3", factor=16.0, original_max_position=8192),
     "gpt_oss": RopeConfig(base=150000.0, scaling="yarn", factor=32.0, original_max_position=4096, truncate=False),
     **dict.fromkeys(hf.LATENT_FAMILIES, RopeConfig(base=1e4, interleaved=True)),
+    "mistral4": RopeConfig(
+        base=1e4,
+        interleaved=True,
+        scaling="yarn",
+        factor=128.0,
+        original_max_position=8192,
+        attention_factor=1.0,
+        mscale_all_dim=1.0,
+        query_scale_beta=0.1,
+    ),
 }
 # Layers with a window; None: all layers.  The last layer of Gemma 4 has no window.
 WINDOWS_OF = {"cwm": [2], "gpt_oss": [1], "gemma2": [1], "olmo3": None, "gemma3_text": None, "gemma4_text": [1]}

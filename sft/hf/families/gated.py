@@ -1,17 +1,32 @@
-"""Declares families whose output gate of attention has a projection of its own: Muse Glimmer.
+"""Declares families whose output gate of attention has a projection of its own: Muse Glimmer, and AFMoE (Trinity).
 
 Layers of these families have norms before and after attention and MLP.  Layers without a window have no rotary
 positions.
 
     Muse Glimmer   norms of queries, keys and embeddings have no weights; queries times a factor; the norm after the
                    last layer has no offset; norms on outputs have an epsilon of their own; logits times a factor
+    AFMoE          routers with sigmoid scores, shared experts and dense first layers
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from sft.hf.families.rules import KEYS, LLAMA_DENSE, NO_BIAS, attention, mlp, outer, output_norms
+from sft.hf.families.routed import SIGMOID, layer_rules
+from sft.hf.families.rules import (
+    DEFAULTS,
+    KEYS,
+    LLAMA_DENSE,
+    NO_BIAS,
+    OPTIONS,
+    attention,
+    experts,
+    mlp,
+    outer,
+    output_norms,
+    qk_norm,
+    shared_expert,
+)
 from sft.hf.families.windows import FULL, SLIDING, all_but_every
 from sft.hf.family import Family, Rule
 from sft.hf.model_keys import Computed
@@ -127,4 +142,94 @@ _MUSE_GLIMMER = Family(
     passed_through=tuple(f"model.{name}.*" for name in ("vision_tower", "vision_adapter", "vision_projection")),
 )
 
-GATED = (_MUSE_GLIMMER,)
+_WIDTH, _SHARED, _INTERVAL = "moe_intermediate_size", "num_shared_experts", "global_attn_every_n_layers"
+_AFMOE_WINDOWS = all_but_every(4, _INTERVAL, default=1024)
+
+
+def _afmoe_rules() -> tuple[Rule, ...]:
+    layer, ours = f"model.layers.{LAYER}", "decoder.layers"
+    after_attention, _ = output_norms()
+    _, _, *matrices = experts("mlp", "gate_proj", "up_proj", "down_proj")
+    return (
+        *outer(),
+        *gated_apart(),
+        *qk_norm(),
+        after_attention,
+        Rule(f"{ours}.post_mlp_layernorm.weight", (View(f"{layer}.post_mlp_layernorm.weight", "h"),)),
+        *layer_rules("dense", *mlp(norm="pre_mlp_layernorm")),
+        *layer_rules(
+            "experts",
+            Rule(f"{ours}.pre_mlp_layernorm.weight", (View(f"{layer}.pre_mlp_layernorm.weight", "h"),)),
+            Rule(f"{ours}.mlp.router.weight", (View(f"{layer}.mlp.router.gate.weight", "x h"),)),
+            Rule(f"{ours}.mlp.router.expert_bias", (View(f"{layer}.mlp.expert_bias", "x"),), is_buffer=True),
+            *matrices,
+            *shared_expert("shared_experts", None),
+        ),
+    )
+
+
+def _afmoe_without_positions(content: Mapping[str, Any]) -> list[int]:
+    """The layers without a window, from 1."""
+    if content.get("sliding_window", 1024) is None:
+        raise ValueError("sliding_window = null is not supported; transformers refuses layers without its size")
+    count, has_windows = content.get(_COUNT), _AFMOE_WINDOWS["sliding_window"].read(content) is not None
+    layers = _AFMOE_WINDOWS["sliding_window_layers"].read(content) if has_windows else []
+    return [] if layers is None else [number for number in range(1, (count or 0) + 1) if number not in layers]
+
+
+def _shared_width(content: Mapping[str, Any]) -> int:
+    width, count = content.get(_WIDTH, 1408), content.get(_SHARED, 2)
+    if type(width) is not int or type(count) is not int or count < 1:
+        raise ValueError(f"{_SHARED} = {count} with {_WIDTH} = {width} is no shared expert")
+    return width * count
+
+
+def _embedding_multiplier(content: Mapping[str, Any]) -> float:
+    return _number(content, "hidden_size", 2048) ** 0.5 if content.get("mup_enabled", False) else 1.0
+
+
+_AFMOE = Family(
+    model_type="afmoe",
+    class_name="AfmoeForCausalLM",
+    rules=_afmoe_rules(),
+    implied={
+        **SIGMOID,
+        "qkv_bias": False,
+        "norm_placement": "both",
+        "qk_norm": True,
+        "attention_output_gate": True,
+        "moe.normalize_top_k": True,
+    },
+    keys={
+        **KEYS,
+        "moe.num_experts": "num_experts",
+        "moe.top_k": "num_experts_per_tok",
+        "moe.ffn_hidden_size": _WIDTH,
+        "moe.scaling_factor": "route_scale",
+        "moe.dense_layers": "num_dense_layers",
+    },
+    computed={
+        **_AFMOE_WINDOWS,
+        "rope.skip_layers": Computed(_TYPES, _afmoe_without_positions),
+        "moe.shared_ffn_hidden_size": Computed(_SHARED, _shared_width),
+        "embedding_multiplier": Computed("mup_enabled", _embedding_multiplier),
+    },
+    defaults={
+        **DEFAULTS,
+        "rms_norm_eps": 1e-5,
+        "head_dim": 128,
+        "num_experts": 64,
+        "num_experts_per_tok": 6,
+        _WIDTH: 1408,
+        "num_dense_layers": 1,
+        "route_scale": 1.0,
+    },
+    options={
+        **{key: allowed for key, allowed in {**OPTIONS, **NO_BIAS}.items() if key != "auto_map"},  # as in transformers
+        "score_func": ("sigmoid",),
+        "route_norm": (True,),
+        **{key: (1, None) for key in ("n_group", "topk_group", "num_expert_groups", "num_limited_groups")},
+    },
+)
+
+GATED = (_MUSE_GLIMMER, _AFMOE)

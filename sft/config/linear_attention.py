@@ -1,7 +1,9 @@
 """Keys of layers with linear attention: the gated delta rule (Yang et al., 2024, arXiv:2412.06464)."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from sft.config.mixer_section import MixerSection
 from sft.config.section import Positive, divisors
@@ -21,6 +23,12 @@ class LinearAttentionConfig(MixerSection):
     """Width of a value."""
     conv_kernel: Positive = 4
     """Tokens that the short causal convolution on queries, keys and values sees: a token and those before it."""
+    beta_factor: Annotated[float, Field(gt=0.0, le=2.0)] = 1.0
+    """Factor on beta, which is between 0 and 1 without it (Olmo Hybrid: 2, so that a state can change its sign)."""
+    norm_epsilon: Annotated[float, Field(gt=0.0)] | None = None
+    """Epsilon inside the norm after the delta rule (Olmo Hybrid: 1e-5); null means model.norm_epsilon."""
+    norm_placement: Literal["pre", "post", "both"] | None = None
+    """model.norm_placement of layers with linear attention (Olmo Hybrid: pre, beside post); null: as in the others."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         keys, values = self.num_key_heads, self.num_value_heads
@@ -44,6 +52,8 @@ class LinearAttentionConfig(MixerSection):
             yield "sliding_window_layers", f"names layers that linear_attention.layers names, too: {named}"
         elif self.layers and model.sliding_window is not None and "window attention" not in model.kinds:
             yield "sliding_window", "has no effect: linear_attention.layers names all layers; use null"
+        if self.norm_placement is not None and (model.moe.own_norms or model.norm_placement == "both"):
+            yield "linear_attention.norm_placement", "is not supported with moe.own_norms or norm_placement = both"
 
     @property
     def named(self) -> list[int]:

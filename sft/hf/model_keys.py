@@ -39,6 +39,7 @@ PLAIN: dict[str, Any] = {
         *("moe.num_groups", "moe.top_groups", "moe.correction_bias", "moe.dense_layers"),
         *("rope.fraction", "rope.skip_layers", "rope.query_scale_beta", "attention_output_gate", "rope.window_base"),
         *("rope.interleaved", "rope.mscale_all_dim"),
+        *(f"linear_attention.{name}" for name in ("beta_factor", "norm_epsilon", "norm_placement")),
         *(f"{name}.{section.switch}" for name, section in MIXER_SECTIONS.items()),
     )
 }

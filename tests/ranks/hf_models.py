@@ -137,9 +137,27 @@ def stored_gradients(
                 found[f"{block}.experts.{number}.{part}.weight"] = rows.clone()
         if not block:
             found[name] = tensor.clone()
+    if model.config.model_type == "olmo_hybrid":
+        return _as_olmo_is_stored(found, model)
     if model.config.model_type in _NUMBERED:
         return {name.replace(".mlp.", ".block_sparse_moe."): tensor for name, tensor in found.items()}
     return found
+
+
+def _as_olmo_is_stored(found: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
+    """The names of released files for the norms and convolutions of layers with linear attention."""
+    stored, kinds = {}, model.config.layer_types
+    for name, tensor in found.items():
+        is_linear = name.startswith("model.layers.") and kinds[int(name.split(".")[2])] == "linear_attention"
+        if is_linear:
+            name = name.replace("input_layernorm", "attention_layer_norm")
+            name = name.replace("post_attention_layernorm", "feedforward_layer_norm")
+        if name.endswith("linear_attn.conv1d.weight"):
+            rows = [len(found[name.replace("conv1d", f"{part}_proj")]) for part in "qkv"]
+            stored |= {name.replace("conv1d", f"{part}_conv1d"): x for part, x in zip("qkv", tensor.split(rows))}
+        else:
+            stored[name] = tensor
+    return stored
 
 
 def hf_losses(model: Any, sample: Sample) -> torch.Tensor:

@@ -7,7 +7,7 @@ files declare families:
     variants.py, gemma.py, gemma4.py     layers that compute more
     routed.py                            routers with sigmoid scores
     gated.py                             an output gate of attention with a projection of its own
-    linear.py                            linear attention
+    linear.py, olmo_hybrid.py            linear attention
     latent.py                            latent attention
     vision.py                            a vision tower beside a language model of another family
 
@@ -23,6 +23,7 @@ from sft.hf.families.gemma4 import GEMMA4
 from sft.hf.families.latent import LATENT
 from sft.hf.families.linear import LINEAR_FAMILIES
 from sft.hf.families.llama import LLAMA_LIKE
+from sft.hf.families.olmo_hybrid import OLMO_HYBRID
 from sft.hf.families.routed import ROUTED
 from sft.hf.families.variants import GPT_OSS, VARIANTS
 from sft.hf.families.vision import VISION
@@ -40,6 +41,7 @@ FAMILIES = {
         *GATED,
         *LINEAR_FAMILIES,
         *LATENT,
+        *OLMO_HYBRID,
         *VISION,
     )
 }

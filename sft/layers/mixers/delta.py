@@ -138,12 +138,13 @@ class DeltaBytes(MixerBytes):
     @property
     def saved(self) -> dict[str, float]:
         width, values, of_heads = self.rank.width, self._values, self.heads.value_heads
+        unscaled = width * (self.model.linear_attention.beta_factor != 1.0)  # beta before its factor
         state = FP32 * values * self.heads.key_dim
         saved = {
             "projections": width * (self.heads.channels + values + 2 * of_heads),
             "queries, keys, values": width * self.heads.channels,
             # The decay's logarithm, and softplus with its input; FLA saves a copy of the decay's projection instead.
-            "decays and beta": (FP32 + (width if self.is_fla else 2 * FP32) + width) * of_heads,
+            "decays and beta": (FP32 + (width if self.is_fla else 2 * FP32) + width + unscaled) * of_heads,
             "states": 0.0 if self.is_fla else state / STATE_INTERVAL,
             "delta rule's output": width * values,
             "gated norm's scale": FP32 * of_heads,
@@ -230,6 +231,11 @@ class DeltaRule(Mixer):
     weights = _WEIGHTS
     is_recomputed = DeltaBytes.is_recomputed
     has_positions = False
+
+    @staticmethod
+    def narrowed(model: ModelConfig) -> ModelConfig:
+        placement = model.linear_attention.norm_placement
+        return model if placement is None else model.model_copy(update={"norm_placement": placement})
 
     @staticmethod
     def sizes(model: ModelConfig) -> Mapping[str, int]:

@@ -1,7 +1,7 @@
 """Gated DeltaNet (Yang et al., 2024, arXiv:2412.06464): the module that replaces attention in a layer.
 
     q, k, v, z, b, a = projections of the hidden state      q, k, v = silu(causal convolution of q, k, v)
-    g = -exp(A_log) * softplus(a + dt_bias)                 beta = sigmoid(b)
+    g = -exp(A_log) * softplus(a + dt_bias)                 beta = beta_factor * sigmoid(b)
     output = projection of (norm(gated delta rule of q, k, v, g, beta) * silu(z))
 
 Tensor-parallel ranks divide key heads among them; a rank also has the value heads that its key heads serve.  So a
@@ -121,6 +121,7 @@ class GatedDeltaNet(MegatronModule):
         linear, self._tp = model.linear_attention, pg_collection.tp
         assert linear.num_key_heads is not None and linear.num_value_heads is not None
         self._key_dim, self._value_dim = linear.key_head_dim, linear.value_head_dim
+        self._beta_factor = linear.beta_factor
         keys, values, heads = linear.key_width, linear.value_width, linear.num_value_heads
         widths = [keys, keys, values, values, heads, heads]
         self._widths = [width // self._tp.size() for width in widths]  # widths on this rank
@@ -138,7 +139,8 @@ class GatedDeltaNet(MegatronModule):
             {"weight": self._split_weight(sum(self._widths[:3]), 1, linear.conv_kernel)}
         )
         self.A_log, self.dt_bias = self._split_weight(self._widths[4]), self._split_weight(self._widths[4])
-        self.out_norm = GatedNorm(linear.value_head_dim, model.norm_epsilon, config.params_dtype, self._tp)
+        epsilon = linear.norm_epsilon or model.norm_epsilon
+        self.out_norm = GatedNorm(linear.value_head_dim, epsilon, config.params_dtype, self._tp)
         self.out_proj = out_proj(
             values,
             model.hidden_size,
@@ -182,7 +184,7 @@ class GatedDeltaNet(MegatronModule):
             k=k.unflatten(-1, (-1, self._key_dim)),
             v=v.unflatten(-1, (-1, self._value_dim)),
             g=kernel.log_decay(a, self.A_log, self.dt_bias),
-            beta=b.sigmoid(),
+            beta=b.sigmoid() if self._beta_factor == 1.0 else self._beta_factor * b.sigmoid(),
         )
         out = linear_attention(inputs, documents, partial(packed.attend, self))
         normed = self.out_norm(out, z.unflatten(-1, (-1, self._value_dim)), kernel)

@@ -5,6 +5,7 @@ from typing import Any
 from megatron.core.transformer import ModuleSpec
 
 from sft.config import Config
+from sft.layers.kinds import model_of_kind
 from sft.mcore.backend import AttentionBackend
 from sft.mcore.experts.spec import with_experts
 from sft.mcore.model.layer import Layer
@@ -17,12 +18,13 @@ def layer_spec(config: Config, backend: AttentionBackend, tp_group: Any, layer_n
     """The spec of one transformer layer.  layer_number: the layer's number, from 1"""
     model, train = config.model, config.train
     is_selective, has_experts = train.recompute == "selective", model.has_experts(layer_number)
-    spec = backend.with_attention(backend.library.layer_spec(has_experts=has_experts, tp_group=tp_group))
+    alike = model_of_kind(model, model.kind_of(layer_number))
+    spec = backend.with_attention(backend.library.layer_spec(alike, has_experts=has_experts, tp_group=tp_group))
     spec = with_mixer(spec, config, backend, layer_number)
     spec.module = Layer
     spec.params = {
         "residual_multiplier": model.residual_multiplier,
-        "output_norm": None if model.norm_placement == "pre" else backend.library.output_norm,
+        "output_norm": None if alike.norm_placement == "pre" else backend.library.output_norm,
         "has_scalar": model.layer_scalar,
         "frees_memory": config.parallel.shard == "weights",
     }

@@ -47,8 +47,11 @@ class ModuleLibrary(ABC):
         return f"{self.name} ({self.reason})" if self.reason else self.name
 
     @abstractmethod
-    def layer_spec(self, *, has_experts: bool, tp_group: Any) -> ModuleSpec:
-        """The modules of one transformer layer, with core's own attention."""
+    def layer_spec(self, model: ModelConfig, *, has_experts: bool, tp_group: Any) -> ModuleSpec:
+        """The modules of one transformer layer, with core's own attention.
+
+        model: a model whose layers are all like this one (`kinds.model_of_kind`)
+        """
 
     @property
     def final_norm(self) -> type[torch.nn.Module]:
@@ -79,8 +82,7 @@ class LocalLibrary(ModuleLibrary):
     is_te = False
     marks_norms = True
 
-    def layer_spec(self, *, has_experts: bool, tp_group: Any) -> ModuleSpec:
-        model = self.config.model
+    def layer_spec(self, model: ModelConfig, *, has_experts: bool, tp_group: Any) -> ModuleSpec:
         spec = get_gpt_layer_local_spec(
             num_experts=model.moe.num_experts if has_experts else None, qk_layernorm=model.qk_norm
         )
@@ -98,14 +100,14 @@ class TransformerEngineLibrary(ModuleLibrary):
     is_te = True
     marks_norms = True
 
-    def layer_spec(self, *, has_experts: bool, tp_group: Any) -> ModuleSpec:
+    def layer_spec(self, model: ModelConfig, *, has_experts: bool, tp_group: Any) -> ModuleSpec:
         spec = self._spec(has_experts)
         layer = spec.submodules
         layer.self_attention.submodules.linear_qkv = TEColumnParallelLinear
         if not has_experts:
             submodules_of(layer.mlp).linear_fc1 = TEColumnParallelLinear
         layer.sharded_state_dict_keys_map = dict(_STORED)
-        return _with_own_norms(spec, self.config.model, tp_group)
+        return _with_own_norms(spec, model, tp_group)
 
     def _spec(self, has_experts: bool) -> ModuleSpec:
         model = self.config.model
@@ -131,7 +133,7 @@ class FusedNormLibrary(TransformerEngineLibrary):
         has_own_norms = model.moe.own_norms or model.qk_norm_across_heads or not model.qk_norm_weights
         return model.norm_placement == "pre" and not has_own_norms
 
-    def layer_spec(self, *, has_experts: bool, tp_group: Any) -> ModuleSpec:
+    def layer_spec(self, model: ModelConfig, *, has_experts: bool, tp_group: Any) -> ModuleSpec:
         spec = self._spec(has_experts)
         if self.config.lora.is_used:
             return with_norms_apart(spec)

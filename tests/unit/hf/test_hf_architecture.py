@@ -48,7 +48,8 @@ LIKE_LLAMA = {
     **dict.fromkeys(("activation_limit", "activation_alpha", "logits_softcap")),
     "rope.fraction": 1.0,
     "attention_output_gate": False,
-    "linear_attention.layers": [],
+    **{"linear_attention.layers": [], "linear_attention.beta_factor": 1.0},
+    **{"linear_attention.norm_epsilon": None, "linear_attention.norm_placement": None},
     **dict.fromkeys(("attention_sinks", "attention_output_bias", "mlp_bias", "moe.router_bias"), False),
     "rope.query_scale_beta": None,
     "rope.window_base": None,
@@ -109,7 +110,7 @@ ROPE_OF = {
 }
 # Layers with a window; None: all layers.  The last layer of Gemma 4 has no window.
 WINDOWS_OF = {"cwm": [2], "gpt_oss": [1], "gemma2": [1], "olmo3": None, "gemma3_text": None, "gemma4_text": [1]}
-WINDOWS_OF |= {"gemma4_unified_text": [1]}
+WINDOWS_OF |= {"gemma4_unified_text": [1], "afmoe": None}
 
 
 @pytest.mark.parametrize("family", hf.FAMILIES)
@@ -146,7 +147,12 @@ def test_what_a_silent_config_means_is_what_transformers_takes(tmp_path: Path, f
         assert model.rope == RopeConfig(base=base, fraction=fraction, skip_layers=skipped)
     if family in WINDOWS_OF:
         assert (model.sliding_window, model.sliding_window_layers) == (theirs.sliding_window, WINDOWS_OF[family])
-    if family in hf.LINEAR_FAMILIES:
+    if family == "olmo_hybrid":  # one of two layers has full attention
+        assert model.linear_attention == LinearAttentionConfig(
+            layers=[1], num_key_heads=32, num_value_heads=32, key_head_dim=1, value_head_dim=2, beta_factor=2.0
+        ).model_copy(update=dict(norm_epsilon=1e-5, norm_placement="pre"))
+        assert (theirs.linear_key_head_dim, theirs.linear_value_head_dim) == (1, 2)
+    elif family in hf.LINEAR_FAMILIES:
         assert model.linear_attention == LinearAttentionConfig(layers=[1, 2], num_key_heads=16, num_value_heads=32)
     if family == "gemma2":
         assert (model.attention_softcap, model.logits_softcap) == (50.0, 30.0)

@@ -25,7 +25,7 @@ train: {{num_steps: 1, global_batch_size: 1}}
 optim: {{lr: 1e-3}}
 """
 STACKED = ("qwen3_moe", "mixtral", "olmoe", "granitemoe")  # peft also adapts their experts, which transformers stacks
-OTHERS = (*STACKED, "qwen2_moe", "qwen3_next", "qwen3_5_moe_text", *hf.ROUTED_FAMILIES, *hf.LATENT_FAMILIES)
+OTHERS = (*STACKED, "afmoe", "qwen2_moe", "qwen3_next", "qwen3_5_moe_text", *hf.ROUTED_FAMILIES, *hf.LATENT_FAMILIES)
 
 
 def selected(folder: Path, targets: list[str], exclude: list[str] | None = None) -> list[AdaptedWeight]:

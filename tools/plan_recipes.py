@@ -45,6 +45,7 @@ CONFIGS = {  # name on the hub -> file of RELEASED
     "google/gemma-4-26B-A4B-it": "gemma_4_26b_a4b",
     "zai-org/GLM-4.5-Air": "glm_4_5_air",
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "nemotron_3_nano_30b_a3b",
+    "meta-models/Muse-Glimmer-30B": "muse_glimmer_30b",  # the sizes that transformers 5.23 has as defaults
 }
 # Model -> cases: tokens of a pack, number of nodes, and whether adapters are trained.
 CASES: dict[str, tuple[tuple[int, int, bool], ...]] = {
@@ -64,6 +65,7 @@ CASES: dict[str, tuple[tuple[int, int, bool], ...]] = {
         *((128 * K, 1, True), (512 * K, 8, True)),
     ),
     "openai/gpt-oss-20b": ((32 * K, 2, False), (128 * K, 8, False), (128 * K, 2, True)),
+    "meta-models/Muse-Glimmer-30B": ((128 * K, 4, False), (128 * K, 1, True)),
     "google/gemma-3-27b-it": ((32 * K, 4, False), (128 * K, 8, False), (64 * K, 2, True)),
     "Qwen/Qwen3.6-27B": ((64 * K, 4, False), (256 * K, 8, False), (M, 32, False), (256 * K, 2, True)),
     "Qwen/Qwen3.6-35B-A3B": (

@@ -97,7 +97,6 @@ class LatentAttentionConfig(MixerSection):
             "norm_zero_centered": model.norm_zero_centered,
             "norm_placement": model.norm_placement != "pre",
             "rope.fraction": model.rope.fraction != 1.0,
-            "rope.query_scale_beta": model.rope.query_scale_beta is not None,
         }
         for name in (name for name, is_used in excluded.items() if is_used):
             yield name, "is not supported with latent_attention; use the default"

@@ -38,6 +38,12 @@ class LinearAttentionConfig(MixerSection):
     """Lower limit f of the decay's logarithm, f * sigmoid(exp(A_log) * a) (Ling 3.0); null: it has no limit."""
     gate: Activation = "silu"
     """Activation of the gate on the output (sigmoid: Kimi Delta Attention)."""
+    beta_factor: Annotated[float, Field(gt=0.0, le=2.0)] = 1.0
+    """Factor on beta, which is between 0 and 1 without it (Olmo Hybrid: 2, so that a state can change its sign)."""
+    norm_epsilon: Annotated[float, Field(gt=0.0)] | None = None
+    """Epsilon inside the norm after the delta rule (Olmo Hybrid: 1e-5); null means model.norm_epsilon."""
+    norm_placement: Literal["pre", "post", "both"] | None = None
+    """model.norm_placement of layers with linear attention (Olmo Hybrid: pre, beside post); null: as in the others."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         keys, values = self.num_key_heads, self.num_value_heads
@@ -66,6 +72,8 @@ class LinearAttentionConfig(MixerSection):
             yield "sliding_window_layers", f"names layers that linear_attention.layers names, too: {named}"
         elif self.layers and model.sliding_window is not None and "window attention" not in model.kinds:
             yield "sliding_window", "has no effect: linear_attention.layers names all layers; use null"
+        if self.norm_placement is not None and (model.moe.own_norms or model.norm_placement == "both"):
+            yield "linear_attention.norm_placement", "is not supported with moe.own_norms or norm_placement = both"
 
     @property
     def named(self) -> list[int]:

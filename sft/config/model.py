@@ -57,10 +57,16 @@ class ModelConfig(Section):
     """RMSNorm on the inputs of attention and MLP (pre), on their outputs before the residual sum (post), or both."""
     norm_zero_centered: bool = False
     """true: weights of norms are offsets from 1 (Gemma, Qwen3-Next)."""
+    final_norm_zero_centered: bool | None = None
+    """norm_zero_centered of the norm after the last layer (Muse Glimmer: false); null: as in all other norms."""
+    output_norm_epsilon: Annotated[float, Field(gt=0.0)] | None = None
+    """Epsilon inside the norms on outputs of attention and MLP (Muse Glimmer: 1e-8); null means norm_epsilon."""
     qk_norm: bool = False
     """RMSNorm on queries and keys, per head (Qwen3) unless qk_norm_across_heads."""
     qk_norm_across_heads: bool = False
     """true: one RMSNorm over all query heads of a token, and one over all its key heads (Olmo 2).  Needs qk_norm."""
+    qk_norm_weights: bool = True
+    """false: the norms on queries and keys have no weights (Muse Glimmer).  Needs qk_norm."""
     value_norm: bool = False
     """RMSNorm without a weight on values, per head (Gemma 4)."""
     qkv_bias: bool = False
@@ -77,6 +83,8 @@ class ModelConfig(Section):
     """Factor on the output of the input embedding (Granite)."""
     round_embedding_multiplier: bool = False
     """Round embedding_multiplier to the precision of the weights (Gemma: in bf16 sqrt(5376) = 73.32 is 73.5)."""
+    embedding_norm: bool = False
+    """RMSNorm without a weight on the output of the input embedding (Muse Glimmer)."""
     residual_multiplier: Annotated[float, Field(gt=0.0)] = 1.0
     """Factor on the outputs of attention and MLP before they are added to the residual stream (Granite)."""
     layer_scalar: bool = False
@@ -140,10 +148,7 @@ class ModelConfig(Section):
         yield from self._mlp_conflicts()
         if self.mlp_bias and self.moe.shared_ffn_hidden_size is not None:
             yield "mlp_bias", "is not supported with moe.shared_ffn_hidden_size; use mlp_bias = false"
-        if self.qk_norm_across_heads and not self.qk_norm:
-            yield "qk_norm_across_heads", "has no effect without qk_norm; use qk_norm = true"
-        if self.qk_norm_across_heads and self.norm_zero_centered:
-            yield "qk_norm_across_heads", "is not supported with norm_zero_centered; no released model has both"
+        yield from self._norm_conflicts()
         layers = self.sliding_window_layers
         if layers is not None and self.sliding_window is None:
             yield "sliding_window_layers", "has no effect without sliding_window"
@@ -181,6 +186,20 @@ class ModelConfig(Section):
                 yield f"megatron.{name}", why
         if self.megatron.get(megatron_fields.PERMUTE_FUSION) is False and self.moe.num_experts is None:
             yield f"megatron.{megatron_fields.PERMUTE_FUSION}", "has no effect without moe.num_experts; leave it out"
+
+    def _norm_conflicts(self) -> Iterator[tuple[str, str]]:
+        if self.qk_norm_across_heads and not self.qk_norm:
+            yield "qk_norm_across_heads", "has no effect without qk_norm; use qk_norm = true"
+        if self.qk_norm_across_heads and self.norm_zero_centered:
+            yield "qk_norm_across_heads", "is not supported with norm_zero_centered; no released model has both"
+        if not self.qk_norm_weights and (not self.qk_norm or self.qk_norm_across_heads):
+            yield "qk_norm_weights", "needs qk_norm = true and qk_norm_across_heads = false"
+        if self.final_norm_zero_centered is not None and self.norm_placement != "both":
+            yield "final_norm_zero_centered", "needs norm_placement = both; no other released model has it"
+        if self.output_norm_epsilon is not None and self.norm_placement == "pre":
+            yield "output_norm_epsilon", "has no effect with norm_placement = pre; use null"
+        if self.embedding_norm and self.embedding_multiplier != 1.0:
+            yield "embedding_norm", "is not supported with embedding_multiplier; no released model has both"
 
     def _mlp_conflicts(self) -> Iterator[tuple[str, str]]:
         if self.moe.latent_size is not None and self.mlp_bias:

@@ -15,6 +15,7 @@ from sft.estimate.units_in_use import UnitsInUse
 from sft.layers import mtp
 from sft.layers.adapters import EMBEDDING
 from sft.layers.offload import SLAB_BYTES, num_offloaded_layers, num_resident_layers
+from sft.layers.rank_share import FP32
 from sft.layers.second_half import MlpBackward
 
 MLP, ATTENTION, HEAD = "MLP in backward", "attention in backward", "loss head"
@@ -123,7 +124,19 @@ class StageWork:
         resident, slabs = num_resident_layers(num_offloaded, num_layers), math.ceil(
             of_layer * num_offloaded / SLAB_BYTES
         )
-        return stage.num_waiting * of_layer * resident, float(stage.num_waiting * slabs * SLAB_BYTES)
+        on_device = of_layer * resident + self._saved_by_embedding_norm
+        return stage.num_waiting * on_device, float(stage.num_waiting * slabs * SLAB_BYTES)
+
+    @property
+    def _saved_by_embedding_norm(self) -> float:
+        """Bytes that the norm on embeddings saves: an fp32 number per token, and its input.
+
+        With train.recompute = selective, its output is recomputed, so its input takes the place of the layer's input.
+        """
+        stage = self.stage
+        if not (stage.is_first and stage.config.model.embedding_norm):
+            return 0.0
+        return FP32 * stage.rank.sequence * self.tokens + self.hidden * (stage.config.train.recompute != "selective")
 
     @property
     def _repeats_layers(self) -> bool:

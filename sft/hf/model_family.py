@@ -15,6 +15,7 @@ _USUAL = {"full_attention.is_used": False} | {
         *("norm_placement", "norm_zero_centered", "value_norm", "layer_scalar", "qk_norm_across_heads"),
         *("moe.shared_ffn_hidden_size", "moe.shared_gate", "moe.own_norms", "moe.correction_bias", "moe.dense_layers"),
         *("attention_output_gate", "moe.layers", "moe.latent_size", "halves.without_mixer", "halves.without_mlp"),
+        *("attention_output_gate", "qk_norm_weights", "linear_attention.norm_placement"),
     )
 }
 

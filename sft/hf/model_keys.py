@@ -27,6 +27,7 @@ PLAIN: dict[str, Any] = {
     key: leaves()[f"model.{key}"].default
     for key in (
         *("norm_placement", "norm_zero_centered", "qk_norm_across_heads", "value_norm", "layer_scalar"),
+        *("final_norm_zero_centered", "output_norm_epsilon", "qk_norm_weights", "embedding_norm"),
         *(f"full_attention.{name}" for name in ("head_dim", "num_query_groups", "keys_as_values")),
         *("sliding_window", "sliding_window_layers", "attention_softcap"),
         *("activation", "activation_limit", "activation_alpha"),
@@ -46,6 +47,7 @@ PLAIN: dict[str, Any] = {
         *("halves.without_mixer", "halves.without_mlp"),
         *("rope.fraction", "rope.skip_layers", "rope.query_scale_beta", "attention_output_gate", "rope.window_base"),
         *("rope.interleaved", "rope.mscale_all_dim"),
+        *(f"linear_attention.{name}" for name in ("beta_factor", "norm_epsilon", "norm_placement")),
         *(f"{name}.{section.switch}" for name, section in MIXER_SECTIONS.items()),
     )
 }

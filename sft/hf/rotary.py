@@ -58,7 +58,7 @@ def rope_of(
     if family.has_latents and kind == "yarn":  # the attention scale of latent attention also depends on it
         same += (_ALL_DIM,)
     known = {*same, "rope_type", "type", "rope_theta", "max_position_embeddings", *names}
-    known |= {_FRACTION} if fraction is not None else set()
+    known |= {_FRACTION} if fraction is not None or _is_of_latents(content, family, group.get(_FRACTION)) else set()
     known |= {_ORIGINAL} if kind in ("llama3", "yarn") or names else set()
     mscale = [number for name in _MSCALE if isinstance(number := group.get(name), (int, float)) and number > 0]
     if kind == "yarn" and len(mscale) == len(_MSCALE):
@@ -90,6 +90,12 @@ def rope_of(
     if fraction is not None:
         own["fraction"] = _first(group.get(_FRACTION), content.get(_FRACTION), fraction)
     return {"base": base, "scaling": kind, **rope, **own}, problems
+
+
+def _is_of_latents(content: Mapping[str, Any], family: Family, fraction: Any) -> bool:
+    """Whether `fraction` is the rotated part of the queries of latent attention: 64 and 64 elements, 0.5 -> True"""
+    sizes = [content.get(name, family.defaults.get(name)) for name in ("qk_rope_head_dim", "qk_nope_head_dim")]
+    return family.has_latents and all(type(size) is int for size in sizes) and fraction == sizes[0] / sum(sizes)
 
 
 def _ratio(factor: Any, mscale: Sequence[float]) -> dict[str, float]:

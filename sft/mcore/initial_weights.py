@@ -56,7 +56,9 @@ def _set_part(shard: ShardedTensor, model: ModelConfig, seed: int) -> None:
     elif role == "bias":
         part.zero_()
     elif role in ("ones", "norm"):
-        part.fill_(0.0 if role == "norm" and model.norm_zero_centered else 1.0)
+        of_final = None if weight else model.final_norm_zero_centered
+        is_offset = model.norm_zero_centered if of_final is None else of_final
+        part.fill_(0.0 if role == "norm" and is_offset else 1.0)
     else:
         writes_residual = weight is not None and weight.writes_residual
         std = model.init_std / math.sqrt(2 * model.num_layers) if writes_residual else model.init_std

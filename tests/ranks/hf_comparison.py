@@ -74,13 +74,16 @@ class Model:
 Models = Callable[[str], Model]
 
 
-def saved_once(factory: pytest.TempPathFactory, table: Mapping[str, Mapping[str, Any]]) -> Models:
-    """The models of `table`, which has arguments of `hf.save` by name.  A model is saved when a test first uses it."""
+def saved_once(factory: pytest.TempPathFactory, table: Mapping[str, Mapping[str, Any]], of: Any = hf) -> Models:
+    """The models of `table`, which has arguments of `of.save` by name.  A model is saved when a test first uses it.
+
+    of: the module of fixtures that makes and loads them, `hf` or `vision`
+    """
 
     @cache
     def get(name: str) -> Model:
-        source = hf.save(factory.mktemp("model") / "source", **table[name])
-        return Model(source, hf.load(source).train(), recipe_of(source))
+        source = of.save(factory.mktemp("model") / "source", **table[name])
+        return Model(source, of.load(source).train(), recipe_of(source))
 
     return get
 

@@ -202,6 +202,14 @@ CASES: dict[str, Case] = {
         gradients="tp_cp_ep+selective tp_virtual",
         more_gradients="one pp_dp",
     ),
+    # With two stages, one has a dense layer; a scaled embedding; layers without a window have no positions.
+    "afmoe": Case(
+        dict(family="afmoe", **FOUR_KINDS),
+        losses="one",
+        more_losses="tp cp pp ep tp_ep cp_ep",
+        gradients="tp_cp_ep+selective tp_virtual",
+        more_gradients="one pp_dp cp4+selective cp_dp tp_dp",
+    ),
     "minimax_m2": Case(
         dict(family="minimax_m2"),
         losses="tp_ep",
@@ -252,6 +260,18 @@ CASES: dict[str, Case] = {
         gradients="pp",
         more_gradients="one dp+selective cp4+selective tp_cp_ep2+selective",
     ),
+    # Beta reaches 2; layers with and without linear attention have norms at other places.
+    "olmo_hybrid": Case(
+        dict(family="olmo_hybrid", seed=3),
+        losses="one",
+        more_losses="tp_whole+full dp+selective pp cp4+selective tp_cp",
+        gradients="tp_cp tp_virtual+selective",
+        more_gradients="one tp_whole+full dp+selective pp cp4+selective",
+    ),
+    "olmo_hybrid, no positions": Case(
+        dict(family="olmo_hybrid", seed=3, rope_parameters=dict(rope_type="default", rope_theta=None)),
+        losses="cp",
+    ),
     "deepseek": Case(
         dict(family="deepseek_v3"),
         losses="one",
@@ -290,6 +310,12 @@ CASES: dict[str, Case] = {
         dict(family="glm4_moe_lite"),
         gradients="cp_ep+selective",
         more_gradients="one tp cp+selective pp dp_sharded ep tp_cp_ep",
+    ),
+    "mistral4": Case(
+        dict(family="mistral4"),
+        losses="one",
+        gradients="tp_cp_ep pp_cp+full",
+        more_gradients="one tp ep cp+selective pp dp_sharded cp4 tp_dp cp_ep+selective tp_ep",
     ),
     # A latent has 84 elements; keys and values of a rank have 136 elements with tp 1, and 68 with tp 2.
     "wide": Case(

@@ -114,6 +114,7 @@ MORE = [
     ("moonlight", ["q_proj", "kv_b_proj", "o_proj"], 4, [*PP, *CP, SELECTIVE]),
     ("glm4_moe_lite", LATENT, 2, CP),
     ("glm4_moe_lite", LATENT, 4, [*SP, FULL]),
+    ("olmo_hybrid", ["q_proj", "g_proj", "b_proj", "o_proj"], 2, [*SP, SELECTIVE]),
 ]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {"moonlight": ("deepseek_v3", dict(q_lora_rank=None))}
 # With wider weights, or adapters of every Linear, rounding in both implementations is up to 6e-5.
@@ -158,6 +159,7 @@ ROUTED_GRID = [
     ("deepseek_v3", ["experts.*", "shared_experts.*", "kv_b_proj"], 2, [*SP, *EP]),
     ("deepseek_v3", ["down_proj", "q_b_proj"], 4, [*EP, *CP, *SP, SELECTIVE]),
     ("glm4_moe_lite", ["experts.*", "kv_b_proj"], 2, [*EP, *CP]),
+    ("mistral4", ["q_b_proj", "kv_b_proj", "shared_experts.*"], 2, [*EP, *CP]),
 ]
 
 
@@ -172,6 +174,8 @@ ROUTED_GRID = [
         ("qwen2_moe", ["shared_expert.*", "experts.*.down_proj"], 4, [*SP, *EP]),
         # Linears of the first layer, which has no experts, and of the shared experts and experts of the other layers.
         ("glm4_moe", ["q_proj", "down_proj"], 2, [*SP, *EP]),
+        # The output gate of attention has a Linear of its own, named like those of MLPs.
+        ("afmoe", ["gate_proj", "q_proj"], 2, [*SP, *EP]),
         ("qwen3_moe", EXPERTS, 4, [*SP, *ETP, *EP, *CP]),
         # Mamba-2, attention, MLPs without a gate, and experts with the projections to their latent and back.
         ("nemotron_h", ["all-linear", "experts.*"], 2, [*SP, *EP, SELECTIVE]),

@@ -49,7 +49,7 @@ def save(folder: Path, case: str) -> None:
     elif name == "kimi_k2":  # transformers has no such type; the files are those of DeepSeek-V3
         hf.change(hf.save(folder, "deepseek_v3"), model_type=name)
     else:
-        vision.save(folder, "ministral3" if inner == "ministral3" else outer)
+        vision.save(folder, name if name in vision.VISION else "ministral3" if inner == "ministral3" else outer)
 
 
 def marked(names: list[str], quick: tuple[str, ...]) -> list[Any]:

@@ -175,6 +175,24 @@ def test_bytes_of_a_layer_and_token(ranks: Ranks, overrides: list[str], expected
     assert (four - two) / 2 == expected
 
 
+def bytes_by_equations(overrides: Sequence[str]) -> float:
+    """The bytes per token of `StageWork.saved_by_layers`."""
+    with scenarios.running(overrides) as engine:
+        stage = Stage.of(engine.config, engine.layout, scenarios.VOCAB, 0, Trained())
+        return StageWork.of(stage, TOKENS).saved_by_layers()[0] / TOKENS
+
+
+@pytest.mark.parametrize("recompute,expected", [("none", 128 + 4), ("selective", 4), ("full", 128 + 4)])
+def test_bytes_of_a_norm_on_embeddings(ranks: Ranks, recompute: str, expected: int) -> None:
+    """Its input, and an fp32 scale.  With selective, its output is not saved, which is the input of the first layer."""
+    recipe = [*WIDE, f"train.recompute={recompute}", "model.num_layers=2"]
+    both = [[*recipe, "model.embedding_norm=true"], recipe]
+    (normed,), (plain,) = (ranks(1).run(bytes_kept, overrides, 2) for overrides in both)
+    assert normed - plain == expected
+    (normed,), (plain,) = (ranks(1).run(bytes_by_equations, overrides) for overrides in both)
+    assert normed - plain == expected
+
+
 def kept_beyond_full(overrides: Sequence[str]) -> tuple[int, float]:
     """The bytes that layers save with attention_kept beyond those with full: counted after forward, and by the
     equations."""

@@ -6,7 +6,8 @@ files declare families:
     llama.py                             layers like those of Llama, Mixtral and Qwen
     variants.py, gemma.py, gemma4.py     layers that compute more
     routed.py                            routers with sigmoid scores
-    linear.py                            linear attention
+    gated.py                             an output gate of attention with a projection of its own
+    linear.py, olmo_hybrid.py            linear attention
     latent.py                            latent attention
     kimi_linear.py                       Kimi Delta Attention beside latent attention
     ungated.py                           MLPs without a gate
@@ -20,6 +21,7 @@ files declare families:
 from collections.abc import Mapping
 from typing import Any
 
+from sft.hf.families.gated import GATED
 from sft.hf.families.gemma import GEMMA
 from sft.hf.families.gemma4 import GEMMA4
 from sft.hf.families.kimi_linear import KIMI_LINEAR
@@ -28,6 +30,7 @@ from sft.hf.families.linear import LINEAR_FAMILIES
 from sft.hf.families.llama import LLAMA_LIKE
 from sft.hf.families.mamba import GRANITE_HYBRID
 from sft.hf.families.nemotron import NEMOTRON
+from sft.hf.families.olmo_hybrid import OLMO_HYBRID
 from sft.hf.families.routed import ROUTED
 from sft.hf.families.ungated import UNGATED
 from sft.hf.families.variants import GPT_OSS, VARIANTS
@@ -43,9 +46,11 @@ FAMILIES = {
         *GEMMA4,
         *GPT_OSS,
         *ROUTED,
+        *GATED,
         *LINEAR_FAMILIES,
         *LATENT,
         *KIMI_LINEAR,
+        *OLMO_HYBRID,
         *UNGATED,
         *NEMOTRON,
         *GRANITE_HYBRID,

@@ -1,19 +1,30 @@
-"""Declares families with multi-head latent attention: DeepSeek-V3, Kimi-K2, Moonlight, and GLM-4.7-Flash.
+"""Declares families with multi-head latent attention: DeepSeek-V3, Kimi-K2, Moonlight, GLM-4.7-Flash, Mistral Small 4.
 
     projection of the token            norm                 up projection, by head
     q_a_proj                           q_a_layernorm        q_b_proj              query: plain part, rotary part
     kv_a_proj_with_mqa                 kv_a_layernorm       kv_b_proj             plain part of the key, value
       latent, rotary key of all heads
 
-Without q_lora_rank, q_proj replaces q_a_proj and q_b_proj.  The rules of routers and experts are in routed.py.
+Without q_lora_rank, q_proj replaces q_a_proj and q_b_proj.  The rules of routers and experts are in routed.py; those of
+Mistral Small 4 have softmax scores, and its files have all experts of a layer in one tensor.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from sft.hf.families.routed import ROUTER_KEYS, SIGMOID, routed, shared_width
-from sft.hf.families.rules import DEFAULTS, KEYS, NEXT_LAYER, NO_BIAS, OPTIONS, outer
+from sft.hf.families.routed import ROUTER_KEYS, SIGMOID, layer_rules, routed, shared_width
+from sft.hf.families.rules import (
+    DEFAULTS,
+    KEYS,
+    NEXT_LAYER,
+    NO_BIAS,
+    OPTIONS,
+    mlp,
+    outer,
+    shared_expert,
+    stacked_experts,
+)
 from sft.hf.family import Family, Rule
 from sft.hf.model_keys import Computed
 from sft.hf.tensor_view import LAYER, View
@@ -28,7 +39,8 @@ LATENT_KEYS = {
 }
 
 
-LATENT_IMPLIED = {**SIGMOID, "qkv_bias": False, "qk_norm": False, "head_dim": None, f"{_LATENT}.norm_epsilon": 1e-6}
+_SOFTMAX = {"qkv_bias": False, "qk_norm": False, "head_dim": None, f"{_LATENT}.norm_epsilon": 1e-6}
+LATENT_IMPLIED = {**SIGMOID, **_SOFTMAX}
 
 
 def latent_attention(model: str = "model", block: str = "self_attn", output: str = "o_proj") -> tuple[Rule, ...]:
@@ -50,6 +62,16 @@ def latent_attention(model: str = "model", block: str = "self_attn", output: str
         rule("linear_kv_up_proj.weight", "kv_b_proj", "B L"),
         rule("linear_gate_proj.weight", "g_proj", "a h", "head_gate"),
         rule("linear_proj.weight", output, "h O"),
+    )
+
+
+def mistral4_rules(model: str = "model", head: str = "lm_head.weight") -> tuple[Rule, ...]:
+    experts = (*stacked_experts(model), *shared_expert("shared_experts", None, model))
+    return (
+        *outer(model, head),
+        *latent_attention(model),
+        *layer_rules("dense", *mlp(model)),
+        *layer_rules("experts", *experts),
     )
 
 
@@ -108,6 +130,41 @@ _DEEPSEEK = Family(
     mtp=NEXT_LAYER,
 )
 
+MISTRAL4 = Family(
+    model_type="mistral4",
+    class_name="Mistral4ForCausalLM",
+    rules=mistral4_rules(),
+    implied=_SOFTMAX,
+    keys={**LATENT_KEYS, **{key: name for key, name in ROUTER_KEYS.items() if not key.endswith("_groups")}},
+    computed={"num_query_groups": LATENT_GROUPS, "moe.shared_ffn_hidden_size": shared_width(2048)},
+    rope_keys={"llama_4_scaling_beta": "query_scale_beta"},
+    aliases={"n_routed_experts": "num_local_experts"},
+    defaults={
+        **DEFAULTS,
+        **_SIZES,
+        "kv_lora_rank": 256,
+        "q_lora_rank": 1024,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 128,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 4,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 128.0,
+            "original_max_position_embeddings": 8192,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    options={**OPTIONS, **NO_BIAS, "n_group": (1,), "topk_group": (1,)},
+    scalings=("yarn",),
+)
+
 LATENT = (
     _DEEPSEEK,
     replace(_DEEPSEEK, model_type="kimi_k2"),  # transformers has no such type; its files name the class of DeepSeek
@@ -141,4 +198,5 @@ LATENT = (
         has_mtp_layers=True,
         mtp=NEXT_LAYER,
     ),
+    MISTRAL4,
 )

@@ -6,6 +6,7 @@ The names of tensors are those in the released files.  transformers uses other n
 from dataclasses import replace
 from typing import Any
 
+from sft.hf.families.latent import MISTRAL4, mistral4_rules
 from sft.hf.families.llama import LLAMA_LIKE
 from sft.hf.families.rules import DEFAULTS, attention, mlp, outer, qk_norm, qkv_bias, stacked_experts
 from sft.hf.families.variants import VARIANTS
@@ -13,7 +14,7 @@ from sft.hf.family import Family
 
 _TEXT = {family.model_type: family for family in (*LLAMA_LIKE, *VARIANTS)}
 _INNER = "model.language_model"  # in files of Qwen3-VL, and in files that some versions of transformers wrote
-_OUTER = "language_model.model"  # in files of Mistral 3
+_OUTER, _OUTER_HEAD = "language_model.model", "language_model.lm_head.weight"  # in files of Mistral 3
 
 _NO_WINDOW: dict[str, tuple[Any, ...]] = {"use_sliding_window": (False,)}
 _QWEN2_VL: dict[str, Any] = {
@@ -36,7 +37,7 @@ _QWEN3_VL: dict[str, Any] = {
 _MISTRAL3: dict[str, Any] = {
     "model_type": "mistral3",
     "class_name": "Mistral3ForConditionalGeneration",
-    "rules": (*outer(_OUTER, "language_model.lm_head.weight"), *attention(_OUTER), *mlp(_OUTER)),
+    "rules": (*outer(_OUTER, _OUTER_HEAD), *attention(_OUTER), *mlp(_OUTER)),
     "other_rules": ((*outer(_INNER), *attention(_INNER), *mlp(_INNER)),),
     "text_config": "required",
     "passed_through": (
@@ -86,4 +87,13 @@ VISION: tuple[Family, ...] = (
     ),
     replace(_TEXT["mistral"], text_type="mistral", **_MISTRAL3),
     replace(_TEXT["ministral3"], text_type="ministral3", **_MISTRAL3),
+    replace(
+        MISTRAL4,
+        text_type="mistral4",
+        **{
+            **_MISTRAL3,
+            "rules": mistral4_rules(_OUTER, _OUTER_HEAD),
+            "other_rules": (mistral4_rules(_INNER),),
+        },
+    ),
 )

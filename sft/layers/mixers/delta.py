@@ -133,11 +133,12 @@ class DeltaBytes(MixerBytes):
         # Without low_rank, the projection of decays is part of a tensor that is saved.  With low_rank, a rank has the
         # inner values of both products for its tokens under sequence parallelism.
         own = decays if low_rank is None else 2 * low_rank * self.rank.sequence
+        unscaled = width * (self.model.linear_attention.beta_factor != 1.0)  # beta before its factor
         saved = {
             "projections": width * (self.heads.channels + values + of_heads + own),
             "queries, keys, values": width * self.heads.channels,
             # The decay's logarithm, and softplus with its input; FLA saves a copy of the decay's projection instead.
-            "decays and beta": (FP32 + (width if self.is_fla else 2 * FP32)) * decays + width * of_heads,
+            "decays and beta": (FP32 + (width if self.is_fla else 2 * FP32)) * decays + (width + unscaled) * of_heads,
             "states": 0.0 if self.is_fla else state / STATE_INTERVAL,
             "delta rule's output": width * values,
             "gated norm's scale": FP32 * of_heads,
@@ -207,6 +208,11 @@ class DeltaRule(RecurrentMixer):
     kind = "linear attention"
     weights = _WEIGHTS
     is_recomputed = DeltaBytes.is_recomputed
+
+    @staticmethod
+    def narrowed(model: ModelConfig) -> ModelConfig:
+        placement = model.linear_attention.norm_placement
+        return model if placement is None else model.model_copy(update={"norm_placement": placement})
 
     @staticmethod
     def sizes(model: ModelConfig) -> Mapping[str, int]:

@@ -24,7 +24,7 @@ _A = "self_attention"
 
 
 def _norms_heads(model: ModelConfig) -> bool:
-    return model.qk_norm and not model.qk_norm_across_heads
+    return model.qk_norm and model.qk_norm_weights and not model.qk_norm_across_heads
 
 
 _WEIGHTS = (

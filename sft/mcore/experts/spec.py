@@ -39,7 +39,7 @@ def with_experts(spec: ModuleSpec, model: ModelConfig, library: ModuleLibrary, *
     layer: type[ExpertLayer] = ExpertLayer
     if model.moe.own_norms:
         spec.submodules.pre_mlp_layernorm = IdentityOp
-        layer, arguments = NormedExperts, arguments | {"norm": library.final_norm}
+        layer, arguments = NormedExperts, arguments | {"norm": library.norm}
     if model.moe.latent_size is not None:
         parts = submodules_of(mlp)
         parts.experts = with_latent_size(parts.experts, model.moe.latent_size)

@@ -158,14 +158,16 @@ class MultiLatentAttention(MegatronModule):
         return result
 
     def _query(self, hidden_states: Tensor, documents: PackedDocuments) -> Tensor:
-        """The queries of this rank's heads, [t, heads, d], rotated."""
+        """The queries of this rank's heads, [t, heads, d], rotated, and times their factor by position."""
         if self._sizes.q_lora_rank is None:
             query = self.linear_q_proj(hidden_states)[0]
         else:
             query = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_states)[0]))[0]
         query = query.squeeze(1).unflatten(-1, (self._num_heads, -1))
         plain, rotary = query.split([self._sizes.qk_nope_head_dim, self._sizes.qk_rope_head_dim], dim=-1)
-        return torch.cat((plain, self._rotated(rotary, documents)), dim=-1)
+        query = torch.cat((plain, self._rotated(rotary, documents)), dim=-1)
+        scale = None if documents.rotation is None else documents.rotation.query_scale
+        return query if scale is None else query * scale
 
     def _latent(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """The normed latent [s, 1, rank] and the rotary key [s, 1, r], not rotated, of this rank's tokens."""

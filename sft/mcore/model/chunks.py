@@ -22,6 +22,7 @@ from sft.mcore.model.core_config import transformer_config
 from sft.mcore.model.gpt import HiddenStatesGPT
 from sft.mcore.model.layer_spec import layer_spec
 from sft.mcore.model.mtp import MultiTokenPrediction
+from sft.mcore.modules.norm import UnscaledNorm
 from sft.mcore.process_groups import ProcessGroups
 from sft.mcore.sharding.model import ShardedModel
 from sft.mcore.sharding.ranks import ShardRanks
@@ -109,6 +110,7 @@ def _build_chunk(
         position_embedding_type="none" if rotary_table is None else "rope",
         pg_collection=groups.collection,
         vp_stage=vp_stage,
+        embedding_norm=UnscaledNorm(model.norm_epsilon) if model.embedding_norm else None,
         embedding_multiplier=multiplier,
         logits_scaling=model.logits_scaling,
         mtp=mtp if model.has_mtp else None,

@@ -2,7 +2,7 @@
 replaces attention in a layer.
 
     q, k, v, z, b, a = projections of the hidden state      q, k, v = silu(causal convolution of q, k, v)
-    g = -exp(A_log) * softplus(a + dt_bias)                 beta = sigmoid(b)
+    g = -exp(A_log) * softplus(a + dt_bias)                 beta = beta_factor * sigmoid(b)
     output = projection of (norm(gated delta rule of q, k, v, g, beta) * silu(z))
 
 In Kimi Delta Attention a is as wide as k, and the gate on the output is a sigmoid.  With linear_attention.low_rank, z
@@ -76,8 +76,8 @@ class GatedDeltaNet(RecurrentLayer):
         )
         self.A_log = self.split_weight(self._widths[4])
         self.dt_bias = self.split_weight(linear.num_decays // self._tp.size())
-        dtype = self.config.params_dtype
-        self.out_norm = GatedNorm(linear.value_head_dim, model.norm_epsilon, linear.gate, dtype, self._tp)
+        epsilon, dtype = linear.norm_epsilon or model.norm_epsilon, self.config.params_dtype
+        self.out_norm = GatedNorm(linear.value_head_dim, epsilon, linear.gate, dtype, self._tp)
 
     def projected(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
         """The channels of the convolution, z, b and a, each [t, rows]."""
@@ -100,7 +100,7 @@ class GatedDeltaNet(RecurrentLayer):
             k=k.unflatten(-1, (-1, self._key_dim)),
             v=v.unflatten(-1, (-1, self._value_dim)),
             g=kernel.log_decay(a, self.A_log, self.dt_bias, self._linear.decay_floor),
-            beta=b.sigmoid(),
+            beta=b.sigmoid() if self._linear.beta_factor == 1.0 else self._linear.beta_factor * b.sigmoid(),
         )
         out = linear_attention(inputs, documents, partial(packed.attend, self))
         normed: Tensor = self.out_norm(out, z.unflatten(-1, (-1, self._value_dim)), kernel)

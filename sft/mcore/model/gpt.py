@@ -31,7 +31,8 @@ class Hidden(NamedTuple):
 class HiddenStatesGPT(GPTModel):
     """GPTModel whose last stage returns hidden states instead of logits.
 
-    embedding_multiplier  factor on the output of the embedding
+    embedding_norm  norm on the output of the embedding; None: no norm
+    embedding_multiplier  factor on this output
     logits_scaling  divisor of the logits; the last stage divides its hidden states instead, which gives equal logits
     mtp             makes the block for multi-token prediction; None: the model has no block
     mtp_mode        the value of train.mtp
@@ -40,6 +41,7 @@ class HiddenStatesGPT(GPTModel):
     def __init__(
         self,
         *,
+        embedding_norm: torch.nn.Module | None = None,
         embedding_multiplier: float = 1.0,
         logits_scaling: float = 1.0,
         mtp: Callable[[], MultiTokenPrediction] | None = None,
@@ -48,9 +50,9 @@ class HiddenStatesGPT(GPTModel):
     ) -> None:
         super().__init__(**core)
         self._logits_scaling, self._embedding_multiplier = logits_scaling, embedding_multiplier
-        self._mtp_mode = mtp_mode
-        if self.pre_process and embedding_multiplier != 1.0:
-            self.embedding.register_forward_hook(lambda module, args, output: output * embedding_multiplier)
+        self._mtp_mode, self._embedding_norm = mtp_mode, embedding_norm
+        if self.pre_process and (embedding_multiplier != 1.0 or embedding_norm is not None):
+            self.embedding.register_forward_hook(lambda module, args, output: self._changed(output))
         # Core would treat an attribute `mtp` as its own block.
         self.multi_token = mtp() if mtp is not None and self.post_process else None
         self._has_copies = False  # whether this stage and another one hold copies of the input embedding
@@ -114,10 +116,13 @@ class HiddenStatesGPT(GPTModel):
         """The embedding of `tokens` with the model's factor.  Forward hooks on the embedding are not called."""
         is_joint, is_copy = self._mtp_mode == "joint", self._has_copies
         with torch.set_grad_enabled(torch.is_grad_enabled() and (is_joint or is_copy)):
-            embedded: Tensor = self.embedding.forward(tokens, None)
-        if self._embedding_multiplier != 1.0:
-            embedded = embedded * self._embedding_multiplier
+            embedded: Tensor = self._changed(self.embedding.forward(tokens, None))
         return embedded if is_joint or not is_copy else _WithoutGradient.apply(embedded)
+
+    def _changed(self, embedded: Tensor) -> Tensor:
+        """The output of the embedding after its norm, if the model has one, and times its factor."""
+        embedded = embedded if self._embedding_norm is None else self._embedding_norm(embedded)
+        return embedded if self._embedding_multiplier == 1.0 else embedded * self._embedding_multiplier
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -7,6 +7,7 @@ from megatron.core.transformer import ModuleSpec
 
 from sft.config import Config
 from sft.config.halves import MlpKind
+from sft.layers.kinds import model_of_kind
 from sft.mcore.backend import AttentionBackend
 from sft.mcore.experts.spec import with_experts
 from sft.mcore.model.halves import without_mlp
@@ -20,12 +21,13 @@ from sft.mcore.modules.library import ModuleLibrary
 def layer_spec(config: Config, backend: AttentionBackend, tp_group: Any, layer_number: int) -> ModuleSpec:
     """The spec of one transformer layer.  layer_number: the layer's number, from 1"""
     model, kind = config.model, config.model.mlp_kind_of(layer_number)
-    spec = backend.library.layer_spec(has_experts=kind == "experts", tp_group=tp_group)
+    alike = model_of_kind(model, model.kind_of(layer_number))
+    spec = backend.library.layer_spec(alike, has_experts=kind == "experts", tp_group=tp_group)
     spec = with_mixer(backend.with_attention(spec), config, backend, layer_number)
     spec.module = Layer
     spec.params = {
         "residual_multiplier": model.residual_multiplier,
-        "output_norm": None if model.norm_placement == "pre" else backend.library.final_norm,
+        "output_norm": None if alike.norm_placement == "pre" else backend.library.output_norm,
         "has_scalar": model.layer_scalar,
         "frees_memory": config.parallel.shard == "weights",
     }

@@ -19,7 +19,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 
 from sft.config import Config, ModelConfig
 from sft.mcore.modules.biases import submodules_of
-from sft.mcore.modules.norm import RMSNorm
+from sft.mcore.modules.norm import RMSNorm, UnscaledNorm
 from sft.mcore.modules.qk_norm import norms_over
 
 # Our names of norms within a layer -> their names in a checkpoint, where a norm belongs to the projection after it.
@@ -36,7 +36,7 @@ class ModuleLibrary(ABC):
     """
 
     name: ClassVar[str]  # the value of run.modules
-    final_norm: ClassVar[type[torch.nn.Module]]  # class of the norm after the last layer
+    norm: ClassVar[type[torch.nn.Module]]  # class of norms that no projection computes
     is_te: ClassVar[bool]  # whether linear layers and experts are Transformer Engine's
     marks_norms: ClassVar[bool]  # whether norms mark their outputs as recomputable
 
@@ -47,8 +47,26 @@ class ModuleLibrary(ABC):
         return f"{self.name} ({self.reason})" if self.reason else self.name
 
     @abstractmethod
-    def layer_spec(self, *, has_experts: bool, tp_group: Any) -> ModuleSpec:
-        """The modules of one transformer layer, with core's own attention."""
+    def layer_spec(self, model: ModelConfig, *, has_experts: bool, tp_group: Any) -> ModuleSpec:
+        """The modules of one transformer layer, with core's own attention.
+
+        model: a model whose layers are all like this one (`kinds.model_of_kind`)
+        """
+
+    @property
+    def final_norm(self) -> type[torch.nn.Module]:
+        """Class of the norm after the last layer."""
+        return self._norm_with(is_zero_centered=self.config.model.final_norm_zero_centered)
+
+    @property
+    def output_norm(self) -> type[torch.nn.Module]:
+        """Class of the norms on the outputs of attention and MLP."""
+        return self._norm_with(epsilon=self.config.model.output_norm_epsilon)
+
+    def _norm_with(self, **own: Any) -> type[torch.nn.Module]:
+        """The class `norm` with these attributes; None: as in `norm`."""
+        own = {name: value for name, value in own.items() if value is not None}
+        return type("Norm", (self.norm,), own) if own else self.norm
 
     @property
     def transformer_fields(self) -> dict[str, Any]:
@@ -60,12 +78,11 @@ class LocalLibrary(ModuleLibrary):
     """Core's linear projections and this trainer's norms, in plain torch."""
 
     name = "local"
-    final_norm = RMSNorm
+    norm = RMSNorm
     is_te = False
     marks_norms = True
 
-    def layer_spec(self, *, has_experts: bool, tp_group: Any) -> ModuleSpec:
-        model = self.config.model
+    def layer_spec(self, model: ModelConfig, *, has_experts: bool, tp_group: Any) -> ModuleSpec:
         spec = get_gpt_layer_local_spec(
             num_experts=model.moe.num_experts if has_experts else None, qk_layernorm=model.qk_norm
         )
@@ -79,18 +96,18 @@ class TransformerEngineLibrary(ModuleLibrary):
     """
 
     name = "te"
-    final_norm = RMSNorm
+    norm = RMSNorm
     is_te = True
     marks_norms = True
 
-    def layer_spec(self, *, has_experts: bool, tp_group: Any) -> ModuleSpec:
+    def layer_spec(self, model: ModelConfig, *, has_experts: bool, tp_group: Any) -> ModuleSpec:
         spec = self._spec(has_experts)
         layer = spec.submodules
         layer.self_attention.submodules.linear_qkv = TEColumnParallelLinear
         if not has_experts:
             submodules_of(layer.mlp).linear_fc1 = TEColumnParallelLinear
         layer.sharded_state_dict_keys_map = dict(_STORED)
-        return _with_own_norms(spec, self.config.model, tp_group)
+        return _with_own_norms(spec, model, tp_group)
 
     def _spec(self, has_experts: bool) -> ModuleSpec:
         model = self.config.model
@@ -107,15 +124,16 @@ class FusedNormLibrary(TransformerEngineLibrary):
     The outputs of norms stay in memory, because they are no tensors outside of the projection.
     """
 
-    final_norm = TENorm
+    norm = TENorm
     marks_norms = False
 
     @staticmethod
     def fits(model: ModelConfig) -> bool:
         """Whether each norm of the model but those of heads stands before a projection."""
-        return model.norm_placement == "pre" and not model.moe.own_norms and not model.qk_norm_across_heads
+        has_own_norms = model.moe.own_norms or model.qk_norm_across_heads or not model.qk_norm_weights
+        return model.norm_placement == "pre" and not has_own_norms
 
-    def layer_spec(self, *, has_experts: bool, tp_group: Any) -> ModuleSpec:
+    def layer_spec(self, model: ModelConfig, *, has_experts: bool, tp_group: Any) -> ModuleSpec:
         spec = self._spec(has_experts)
         if self.config.lora.is_used:
             return with_norms_apart(spec)
@@ -129,7 +147,8 @@ def _with_own_norms(spec: ModuleSpec, model: ModelConfig, tp_group: Any) -> Modu
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = input_norm
     if model.qk_norm:
         attention, across = spec.submodules.self_attention.submodules, model.qk_norm_across_heads
-        attention.q_layernorm, attention.k_layernorm = norms_over(tp_group) if across else (RMSNorm, RMSNorm)
+        of_heads = RMSNorm if model.qk_norm_weights else UnscaledNorm
+        attention.q_layernorm, attention.k_layernorm = norms_over(tp_group) if across else (of_heads, of_heads)
     return spec
 
 

@@ -4,7 +4,7 @@ The norm saves its input and one fp32 value per row for backward.  The weight ma
 kernel would need 1 + weight in the weight's dtype, so torch compiles the plain norm for such weights on CUDA.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from megatron.core.jit import jit_fuser
@@ -18,12 +18,13 @@ class UnscaledNorm(torch.nn.Module):
     """RMSNorm over the last axis without a weight, computed in fp32; its output is marked as recomputable.
 
     offset: added to the weight of a subclass that has a weight
+    core: further arguments that core passes to norms
     """
 
     save_policy: SavePolicy | None = None
     weight: torch.nn.Parameter | None
 
-    def __init__(self, eps: float, offset: float = 0.0) -> None:
+    def __init__(self, eps: float, offset: float = 0.0, **core: Any) -> None:
         super().__init__()
         self.eps, self.offset = eps, offset
         self.register_parameter("weight", None)
@@ -48,12 +49,17 @@ class RMSNorm(UnscaledNorm):
 
     Under sequence parallelism, each tp rank computes a slice of the tokens.  The attribute `sequence_parallel` of the
     weight then makes core sum the weight's gradient over the tp ranks.
+
+    is_zero_centered, epsilon  of a subclass; None: those of all norms of the model
     """
 
     weight: torch.nn.Parameter
+    is_zero_centered: ClassVar[bool | None] = None
+    epsilon: ClassVar[float | None] = None
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
-        super().__init__(eps, offset=1.0 if config.layernorm_zero_centered_gamma else 0.0)
+        is_offset = config.layernorm_zero_centered_gamma if self.is_zero_centered is None else self.is_zero_centered
+        super().__init__(self.epsilon or eps, offset=1.0 if is_offset else 0.0)
         self.weight = torch.nn.Parameter(torch.full((hidden_size,), 1.0 - self.offset, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 

@@ -29,6 +29,7 @@ LIKE_LLAMA = {
     "norm_placement": "pre",
     "norm_zero_centered": False,
     "qk_norm_across_heads": False,
+    **{"qk_norm_weights": True, "embedding_norm": False, "final_norm_zero_centered": None, "output_norm_epsilon": None},
     "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0,
     "attention_multiplier": None,
@@ -49,6 +50,8 @@ LIKE_LLAMA = {
     "attention_output_gate": False,
     **{"linear_attention.layers": [], "mamba.layers": [], "halves.without_mixer": [], "halves.without_mlp": []},
     **{"moe.layers": None, "moe.latent_size": None},
+    **{"linear_attention.layers": [], "linear_attention.beta_factor": 1.0},
+    **{"linear_attention.norm_epsilon": None, "linear_attention.norm_placement": None},
     **dict.fromkeys(("attention_sinks", "attention_output_bias", "mlp_bias", "moe.router_bias"), False),
     "rope.query_scale_beta": None,
     "rope.window_base": None,
@@ -98,10 +101,20 @@ ROPE_OF = {
     **dict.fromkeys(hf.LATENT_FAMILIES, RopeConfig(base=1e4, interleaved=True)),
     "kimi_linear": RopeConfig(base=1e4),
     "bailing_hybrid": RopeConfig(base=6e6, interleaved=True),
+    "mistral4": RopeConfig(
+        base=1e4,
+        interleaved=True,
+        scaling="yarn",
+        factor=128.0,
+        original_max_position=8192,
+        attention_factor=1.0,
+        mscale_all_dim=1.0,
+        query_scale_beta=0.1,
+    ),
 }
 # Layers with a window; None: all layers.  The last layer of Gemma 4 has no window.
 WINDOWS_OF = {"cwm": [2], "gpt_oss": [1], "gemma2": [1], "olmo3": None, "gemma3_text": None, "gemma4_text": [1]}
-WINDOWS_OF |= {"gemma4_unified_text": [1]}
+WINDOWS_OF |= {"gemma4_unified_text": [1], "afmoe": None}
 
 
 @pytest.mark.parametrize("family", [family for family in hf.FAMILIES if family != "nemotron_h"])
@@ -139,7 +152,12 @@ def test_what_a_silent_config_means_is_what_transformers_takes(tmp_path: Path, f
         assert model.rope == RopeConfig(base=base, fraction=fraction, skip_layers=skipped)
     if family in WINDOWS_OF:
         assert (model.sliding_window, model.sliding_window_layers) == (theirs.sliding_window, WINDOWS_OF[family])
-    if family in hf.LINEAR_FAMILIES:
+    if family == "olmo_hybrid":  # one of two layers has full attention
+        assert model.linear_attention == LinearAttentionConfig(
+            layers=[1], num_key_heads=32, num_value_heads=32, key_head_dim=1, value_head_dim=2, beta_factor=2.0
+        ).model_copy(update=dict(norm_epsilon=1e-5, norm_placement="pre"))
+        assert (theirs.linear_key_head_dim, theirs.linear_value_head_dim) == (1, 2)
+    elif family in hf.LINEAR_FAMILIES:
         assert model.linear_attention == LinearAttentionConfig(layers=[1, 2], num_key_heads=16, num_value_heads=32)
     if family == "gemma2":
         assert (model.attention_softcap, model.logits_softcap) == (50.0, 30.0)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import Ministral3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sft.config import RopeConfig
 from sft.errors import ConfigError
@@ -57,6 +58,39 @@ def test_an_unsupported_family_is_told_what_it_needs() -> None:
         "glm4_moe.  Supported: llama, "
     )
     assert all(nearest in FAMILIES and named not in FAMILIES for named, (_, nearest) in _MISSING.items())
+
+
+# Causal language models of transformers that few people fine-tune, or that are no decoders of text alone.
+WITHOUT_HINT = {
+    *("bart", "beam", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "blenderbot"),
+    *("blenderbot-small", "blt", "camembert", "codegen", "cpmant", "ctrl", "data2vec-text", "electra", "emu3", "ernie"),
+    *("flint", "fuyu", "git", "got_ocr2", "gpt-sw3", "gpt_neox_japanese", "hrm_text", "kolibri1", "marian", "mbart"),
+    *("megatron-bert", "modernbert-decoder", "moshi", "moss_transcribe_diarize", "musicgen", "musicgen_melody", "mvp"),
+    *("openai-gpt", "pegasus", "plbart", "prophetnet", "reformer", "rembert", "roberta", "roberta-prelayernorm"),
+    *("roc_bert", "roformer", "trocr", "vaultgemma", "whisper", "xglm", "xlm", "xlm-roberta", "xlm-roberta-xl"),
+    *("xlnet", "xmod"),
+    *("exaone_moe", "hy_v3", "laguna", "mimo_v2_flash"),
+}
+
+
+def test_every_causal_model_of_transformers_is_supported_or_has_a_hint() -> None:
+    supported = {name.partition("/")[0] for name in FAMILIES}
+    assert not {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - supported - {*_MISSING} - WITHOUT_HINT
+    assert {*WITHOUT_HINT} <= {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} and not {*WITHOUT_HINT} & {*_MISSING}
+
+
+@pytest.mark.parametrize(
+    "model_type,needs",
+    [
+        ("glm_moe_dsa", "sparse attention, for which an indexer chooses keys"),
+        ("qwen4_exp", "embeddings of n-grams"),
+        ("minimax_m3_vl", "chooses blocks of keys"),
+        ("deepseek_v4", "experts chosen by a hash of the token"),
+        ("lfm2_moe", "a short convolution in place of attention"),
+    ],
+)
+def test_the_hint_of_a_popular_model(model_type: str, needs: str) -> None:
+    assert needs in refusal({"model_type": model_type}).partition(", which this trainer does not have")[0]
 
 
 def test_experts_of_granite_are_rows_of_one_tensor() -> None:

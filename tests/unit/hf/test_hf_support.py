@@ -9,10 +9,12 @@ from sft.hf.architecture import architecture
 from sft.hf.families import FAMILIES, family_of
 from sft.weights.lora.targets import kinds_of
 from tests.unit.fixtures import hf, vision
+from tests.unit.hf import released
 
 PAGE = Path(__file__).parents[3] / "docs/reference/models.md"
 # Here the widths of heads decide, or transformers has no such type.
 RELEASED = {"deepseek_v3": "deepseek_v3", "kimi_k2": "kimi_k2", "glm4_moe_lite": "glm_4_7_flash"}
+RELEASED |= {"mistral4": "mistral_small_4 text"}
 REFUSED_BY_LORA = {
     "the files of this model hold all experts in one tensor": "experts in one tensor",
     "megatron-core multiplies with this weight outside of a linear layer": "`shared_expert_gate`",
@@ -34,7 +36,7 @@ def content(model_type: str) -> dict[str, Any]:
     """The config.json of a family; for Gemma 4 that of its mixture of experts, because its dense models have fewer
     refusals."""
     if model_type in RELEASED:
-        return hf.released(RELEASED[model_type])
+        return released.config(RELEASED[model_type])
     if model_type in vision.VISION:
         return dict(vision.config(model_type).to_dict())
     fields: dict[str, Any] = hf.GEMMA4_MIXTURE if model_type == "gemma4_text" else {}

@@ -26,9 +26,10 @@ def test_the_window_of_the_language_model(changed: dict[str, Any]) -> None:
 def test_a_silent_config_means_what_transformers_takes(family: str) -> None:
     text = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=32, vocab_size=100)
     if vision.VISION[family] == "Mistral3":
-        text |= dict(model_type={"mistral3": "mistral"}.get(family, family), sliding_window=None)
+        inner = {"mistral3": "mistral", "mistral3/mistral4": "mistral4"}
+        text |= dict(model_type=inner.get(family, family), sliding_window=None)
     text |= dict(hidden_size_per_layer_input=0) if family == "gemma4" else {}
-    named = "mistral3" if family == "ministral3" else family
+    named = "mistral3" if vision.VISION[family] == "Mistral3" else family
     content = {"model_type": named, "text_config": text, "tie_word_embeddings": False}
     theirs = getattr(transformers, f"{vision.VISION[family]}Config")(text_config=dict(text)).text_config
     model = model_of(content)
@@ -37,9 +38,15 @@ def test_a_silent_config_means_what_transformers_takes(family: str) -> None:
     assert model.resolved_head_dim == (getattr(first, "head_dim", None) or 2)
     assert model.norm_epsilon == theirs.rms_norm_eps
     assert model.rope.base == full_attention(theirs)["rope_theta"]
-    scalings = {"ministral3": "yarn", "gemma4": "proportional", "gemma4_unified": "proportional"}
+    scalings = {
+        "ministral3": "yarn",
+        "mistral3/mistral4": "yarn",
+        "gemma4": "proportional",
+        "gemma4_unified": "proportional",
+    }
     assert model.rope.scaling == scalings.get(family, "none")
-    experts = [getattr(theirs, key, None) for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")]
+    count = "n_routed_experts" if family == "mistral3/mistral4" else "num_experts"
+    experts = [getattr(theirs, key, None) for key in (count, "num_experts_per_tok", "moe_intermediate_size")]
     assert [model.moe.num_experts, model.moe.top_k, model.moe.ffn_hidden_size] == experts
 
 
@@ -145,7 +152,7 @@ def test_the_config_reads_in_transformers(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(back(released(name), **{"rope.base": 2e7})))
     theirs = transformers.AutoConfig.from_pretrained(tmp_path).text_config
     theirs.standardize_rope_params()
-    kind = {"ministral_3_8b": "yarn", "gemma_3_27b": "linear"}.get(name, "default")
+    kind = {"ministral_3_8b": "yarn", "mistral_small_4": "yarn", "gemma_3_27b": "linear"}.get(name, "default")
     group = full_attention(theirs)
     assert group["rope_theta"] == 2e7 and group["rope_type"] == kind
     if name.startswith("qwen"):

@@ -75,6 +75,13 @@ VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         "rope": RopeConfig(base=5e4, interleaved=True),
         **{"moe.shared_ffn_hidden_size": 2816, "moe.dense_layers": 1, "moe.top_k": 6},
     }),
+    (config("mistral_small_4"), {
+        "latent_attention": LatentAttentionConfig(
+            kv_lora_rank=256, q_lora_rank=1024, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=128
+        ),
+        "moe": MoeConfig(num_experts=128, top_k=4, ffn_hidden_size=2048, shared_ffn_hidden_size=2048),
+        **{"rope.factor": 128.0, "rope.query_scale_beta": 0.1, "rope.mscale_all_dim": 1.0, "stacks_layers": True},
+    }),
     (config("glm_4_7_flash"), {
         "latent_attention": LatentAttentionConfig(
             kv_lora_rank=512, q_lora_rank=768, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256
@@ -119,6 +126,15 @@ VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (config("ministral_3_8b"), {
         **dict(num_layers=34, hidden_size=4096, ffn_hidden_size=14336, vocab_size=131072),
         **{"rope.scaling": "yarn", "rope.factor": 16.0, "rope.query_scale_beta": 0.1},
+    }),
+    (config("muse_glimmer_30b"), {  # every fourth layer has neither window nor positions
+        **dict(num_layers=52, hidden_size=6656, resolved_query_groups=2, resolved_head_dim=128, sliding_window=2048),
+        **dict(sliding_window_layers=[number for number in range(1, 53) if number % 4], logits_softcap=20.0),
+        "rope": RopeConfig(base=1e4, skip_layers=list(range(4, 53, 4))),
+        **dict(qk_norm=True, qk_norm_weights=False, embedding_norm=True, attention_output_gate=True),
+        **dict(norm_placement="both", norm_zero_centered=True, final_norm_zero_centered=False),
+        **dict(norm_epsilon=1e-5, output_norm_epsilon=1e-8, logits_scaling=approx(26**0.5)),
+        "attention_multiplier": approx(3.87 / 128**0.5),
     }),
     (config("granite_3_3_8b"), {
         **dict(embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.0078125),
@@ -185,6 +201,7 @@ PARAMETERS: dict[str, tuple[Any, Any]] = {
     "kimi_k2": (approx(1.026e12, rel=0.01), approx(32.9e9, rel=0.03)),
     "moonlight_16b_a3b": (approx(15.96e9, rel=0.01), approx(2.9e9, rel=0.03)),
     "glm_4_7_flash": (approx(29.9e9, rel=0.01), approx(3.9e9, rel=0.03)),
+    "mistral_small_4 text": (118_972_826_624, 6_632_588_288),
     "glm_4_5_air": (ANY, approx(12e9, rel=0.12)),
     "glm_4_6": (ANY, approx(32e9, rel=0.12)),
     "minimax_m2": (ANY, approx(10e9, rel=0.12)),
@@ -203,6 +220,12 @@ def test_parameters_are_as_many_as_in_transformers(name: str) -> None:
     total = num_parameters(found.model, found.vocab_size)
     assert total == theirs.num_parameters()
     assert (total, active_parameters(found.model, found.vocab_size)) == PARAMETERS[name]
+
+
+def test_parameters_of_a_language_model_that_transformers_has_only_with_a_tower() -> None:
+    """The number is that of transformers, without the 1,921,845,760 parameters of tower, adapter and projection."""
+    model = model_of(config("muse_glimmer_30b"))
+    assert num_parameters(model, 202_048) == active_parameters(model, 202_048) == 27_854_780_928
 
 
 WRITTEN_BACK = [*SIZES, *VISION, "phi_4", "seed_oss_36b", "ministral_3_8b text", "gemma_4_26b_a4b text", "gpt_oss_20b"]
@@ -296,7 +319,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen1_5_moe_a2_7b", {"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size is missing"),
     ("qwen3_vl_8b", {"text_config": ...}, "num_hidden_layers is missing"),
     ("qwen3_vl_8b", {"architectures": ["Qwen3VLModel"]}, "only Qwen3VLForConditionalGeneration is supported"),
-    ("mistral_small_3_2", {"text_config": {"model_type": "mistral4"}}, 'model_type = "mistral3"'),
+    ("mistral_small_3_2", {"text_config": {"model_type": "qwen3"}}, 'model_type = "mistral3"'),
     ("mistral_small_3_2", {"quantization_config": {"bits": 4}}, "quantization_config"),
     ("mistral_small_3_2", with_text(config("mistral_small_3_2"), rope_scaling={"mrope_section": [2, 1, 1]}),
      "mrope_section = [2, 1, 1] is not supported"),

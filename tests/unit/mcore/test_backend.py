@@ -70,6 +70,7 @@ OTHERS = {
     "model.norm_placement = post": ["model.norm_placement=post"],
     "model.norm_placement = both": ["model.norm_placement=both"],
     "model.qk_norm_across_heads": ["model.qk_norm=true", "model.qk_norm_across_heads=true"],
+    "model.qk_norm_weights": ["model.qk_norm=true", "model.qk_norm_weights=false"],
     "model.attention_output_bias": ["model.attention_output_bias=true"],
     "model.mlp_bias": ["model.mlp_bias=true"],
     "model.activation = geglu": ["model.activation=geglu"],

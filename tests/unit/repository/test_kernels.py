@@ -21,10 +21,9 @@ from tests.unit.hf import released
 
 # Families of which no released config.json is here.  Their layers are those of other families.
 WITHOUT_SIZES = {
-    "arcee",
-    "granitemoehybrid",
-    *("exaone4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "granitemoe", "ministral3", "mistral"),
-    *("olmo3", "olmoe", "qwen2", "qwen2_vl", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+    *("afmoe", "arcee", "exaone4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "granitemoe"),
+    *("granitemoehybrid", "ministral3", "mistral", "mistral4", "olmo3", "olmo_hybrid", "olmoe", "qwen2", "qwen2_vl"),
+    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
 }
 OUTPUT = """
 Resource usage:

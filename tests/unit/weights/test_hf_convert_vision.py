@@ -21,7 +21,9 @@ CASES = [
     ("qwen3_vl_moe", True, torch.float32),
     ("mistral3", False, torch.bfloat16),
     ("ministral3", True, torch.float32),
+    ("mistral3/mistral4", False, torch.bfloat16),
     ("qwen3_5", False, torch.bfloat16),
+    ("muse_glimmer", True, torch.bfloat16),
     ("qwen3_5_moe", False, torch.float32),
 ]
 
@@ -33,9 +35,7 @@ def test_there_and_back_is_bitwise(tmp_path: Path, name: str, tied: bool, dtype:
         hf.rewrite(source, **{"mtp/fc/weight": torch.randn(32, 64).to(dtype)})
     before = hf.tensors(source)
     counts = {role: len(open_source(source).names(role)) for role in ("trained", "passed through")}
-    towers = [
-        one for one in before if "visual." in one or "vision_tower." in one or "projector." in one or "mtp." in one
-    ]
+    towers = [one for one in before if any(part in one for part in ("visual.", "vision_", "projector.", "mtp."))]
     assert counts["passed through"] == len(towers) and sum(counts.values()) == len(before)
     import_hf(source, tmp_path / "there", QUIET)
     assert safe_reader.common_state(tmp_path / "there" / "iter_0000000")["args"].max_position_embeddings == 512

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import peft
 import pytest
+import torch
 
 from sft.config.lora import LoraConfig
 from sft.errors import ConfigError
@@ -14,7 +15,7 @@ from sft.weights.lora.base_digest import _digest_of
 from sft.weights.lora.peft.targets import lost_by_peft
 from sft.weights.lora.targets import select
 from sft.weights.trained import trained_weights
-from tests.unit.fixtures import hf
+from tests.unit.fixtures import hf, vision
 
 RECIPE = """
 run: {{dir: runs/none}}
@@ -27,10 +28,7 @@ optim: {{lr: 1e-3}}
 STACKED = ("qwen3_moe", "mixtral", "olmoe", "granitemoe")  # peft also adapts their experts, which transformers stacks
 OTHERS = (
     *STACKED,
-    "qwen2_moe",
-    "nemotron_h",
-    "qwen3_next",
-    "qwen3_5_moe_text",
+    *("afmoe", "qwen2_moe", "nemotron_h", "qwen3_next", "qwen3_5_moe_text"),
     *hf.ROUTED_FAMILIES,
     *hf.LATENT_FAMILIES,
 )
@@ -68,6 +66,14 @@ def test_linears_of_nemotron_h(tmp_path: Path) -> None:
     lost = lost_by_peft(sorted(ours), rslora=False)
     assert lost is not None and "model.layers.0.mixer.out_proj" in lost and "lora.exclude=[out_proj]" in lost
     assert lost_by_peft(sorted(ours - outputs), rslora=False) is None
+
+
+def test_all_linear_of_a_model_with_a_tower(tmp_path: Path) -> None:
+    """All Linears of the language model, among them the output gate's, which has the name of the MLP's gate."""
+    folder = vision.save(tmp_path / "model", "muse_glimmer")
+    linears = [name for name, module in vision.load(folder).named_modules() if isinstance(module, torch.nn.Linear)]
+    expected = {name for name in linears if name.startswith("model.language_model.")}
+    assert len(expected) == 4 * 8 and set(names(selected(folder, ["all-linear"]))) == expected
 
 
 @pytest.mark.parametrize(

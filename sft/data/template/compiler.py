@@ -93,7 +93,7 @@ class Compiler(StatementCompiler):
         if kept is None:
             self._call("environment.loop_items", (node.expr,), frame)
             return
-        self.begin_loop(*kept, node.expr, frame)
+        self.begin_loop(kept[0], kept[1], kept[2], node.expr, frame)
 
     def visit_ExprStmt(self, node: nodes.ExprStmt, frame: Frame) -> None:
         kept = getattr(node, "kept", None)
@@ -101,7 +101,7 @@ class Compiler(StatementCompiler):
             self.writeline("environment.end_statement()")
         elif kept is not None:
             self.writeline("if ")
-            self.repeats(*kept, frame)
+            self.repeats(kept[0], kept[1], kept[2], frame)
             self.write(": continue")
         elif isinstance(node.node, nodes.Tuple) and not node.node.items:  # `Sandbox.compiled` puts it into macros
             self.writeline("environment.tick()")

@@ -149,7 +149,7 @@ class _Reader:
         if isinstance(node, _REFUSED) or (isinstance(node, nodes.Filter) and node.name == "random"):
             raise _Unrecognised
         if isinstance(node, DECIDING) and self._is_known(node, scope):
-            self._key(node, scope)  # type: ignore[arg-type]
+            self._key(node, scope)
             return
         match node:
             case nodes.Name(ctx="load"):
@@ -158,7 +158,7 @@ class _Reader:
                 if scope.has_loop:
                     if not self._is_known(node, scope):
                         raise _Unrecognised
-                    self._key(node, scope)  # type: ignore[arg-type]
+                    self._key(node, scope)
             case nodes.Getattr(node=nodes.Name(name=name)) if (name, node.attr) in self.reads.changes:
                 if name in scope.local - scope.fresh:
                     raise _Unrecognised

@@ -44,7 +44,7 @@ def query_of(loop: nodes.For, taken: Set[str]) -> Query | None:
     while waiting:
         match waiting.pop():
             case nodes.If() as block:
-                tests.append(block.test)
+                tests.append(block.test)  # type: ignore[arg-type]
                 waiting += [*block.body, *block.elif_, *block.else_]
             case nodes.Assign(target=nodes.NSRef(name=name), node=nodes.Const()) if name not in taken:
                 pass

@@ -281,7 +281,7 @@ def _value(owner: Any, attribute: str | None) -> Any:
         return owner
     if type(owner) is not Namespace:
         raise Incomparable
-    return owner._Namespace__attrs.get(attribute, missing)  # type: ignore[attr-defined]
+    return owner._Namespace__attrs.get(attribute, missing)
 
 
 def _leave(owner: Any, attribute: str | None, value: Any) -> None:

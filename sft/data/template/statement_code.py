@@ -58,7 +58,7 @@ class StatementCompiler(CodeGenerator):
             super().visit_Output(node, frame)
             return
         self.writeline("if not ")
-        self.repeats(*kept, frame)
+        self.repeats(kept[0], kept[1], kept[2], frame)
         self.write(":")
         self.indent()
         super().visit_Output(node, frame)

@@ -131,7 +131,7 @@ class Trainer:
             on_published=self._after_publishing,
             in_use=self.exports.in_use,
         )
-        self.judge = Judge(config.checkpoint, self.data.held_out_facts(), checkpoints, console)
+        self.judge = Judge(config.checkpoint, self.data.held_out_facts(), checkpoints, console, config.loss.weighing)
         self.evaluator = Evaluator(self.engine, self.data.held_out, config.train, lifecycle, self.num_steps)
         self.check = StepCheck(config.train, console)
         self.gpu_memory = GpuMemory(config, layout, groups.device, console)

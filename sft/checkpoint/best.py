@@ -1,6 +1,7 @@
 """Describes the best checkpoint of a run, and decides which values may be compared with its value.
 
-Two values may be compared only if metric, direction and held-out set are equal.  So a `Best` records all three.
+Two values may be compared only if metric, direction, held-out set and the weights of tokens are equal.  So a `Best`
+records all of them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,7 @@ class Best:
     lower_is_better: bool
     data: str  # digest of the held-out set
     documents: int  # number of documents in the held-out set
+    loss: str = _NOT_RECORDED  # the settings that weigh tokens; not recorded by earlier versions
     step: int | None = None  # None: no checkpoint was compared yet
     value: float | None = None
 
@@ -50,6 +52,8 @@ class Best:
             yield f"checkpoint.keep_best was {self.metric}, is {now.metric}"
         elif self.lower_is_better != now.lower_is_better:
             yield f"another direction of {now.metric} counts as better"
+        if self.loss != now.loss and _NOT_RECORDED not in (self.loss, now.loss):
+            yield f"the weights of tokens were those of {self.loss}, and are those of {now.loss}"
         if self.data != now.data:
             yield f"the held-out set of {now.metric} has changed ({self.documents:,} documents, now {now.documents:,})"
 

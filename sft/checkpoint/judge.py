@@ -1,7 +1,7 @@
 """Compares the checkpoints of a run by `checkpoint.keep_best`.
 
 A run keeps the best checkpoint that its state names only if the run continues from its own folder, that checkpoint
-still exists there, and metric, direction and held-out set have not changed.  Otherwise judging starts anew, and the log
+still exists there, and metric, direction, held-out set and the weights of tokens have not changed.  Otherwise judging starts anew, and the log
 says so.
 """
 
@@ -23,10 +23,16 @@ class Judge:
 
     held_out   digest and number of documents of each held-out set, by its name
     best_step  step of the best checkpoint; None if no checkpoint was compared
+    loss       the settings that weigh tokens
     """
 
     def __init__(
-        self, config: CheckpointConfig, held_out: Mapping[str, tuple[str, int]], folder: Path, console: Console
+        self,
+        config: CheckpointConfig,
+        held_out: Mapping[str, tuple[str, int]],
+        folder: Path,
+        console: Console,
+        loss: str = "",
     ) -> None:
         self._folder, self._console = folder, console
         self._none: Best | None = None  # the record before the first comparison; None without checkpoint.keep_best
@@ -34,7 +40,7 @@ class Judge:
             self._set, self._metric = config.best
             data, documents = held_out[self._set]
             lower = LOWER_IS_BETTER[self._metric]
-            self._none = Best(metric=config.keep_best, lower_is_better=lower, data=data, documents=documents)
+            self._none = Best(metric=config.keep_best, lower_is_better=lower, data=data, documents=documents, loss=loss)
         self._before = self._none  # the record before the latest comparison
         self.best_step: int | None = None
 

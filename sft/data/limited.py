@@ -3,7 +3,8 @@
 A chat template or a tokenizer runs C code that no check in the same process can interrupt.  So such work runs in a
 child process.  The kernel limits its processor time and memory; the parent limits the size of its result.
 
-    processor time  RLIMIT_CPU, raised before each row.  Time in which the process waits does not count.
+    processor time  RLIMIT_CPU, raised before each row, by its bytes and its texts.  Time in which the process waits does
+                    not count.
     memory          RLIMIT_DATA, raised by the bytes of each row.  It counts private writable memory; RLIMIT_AS would
                     also count mapped files, and memory that allocators and threads only reserve.
     result          its pickled size; the parent reads no longer result
@@ -29,6 +30,7 @@ from sft.errors import DataError
 
 ROW_SECONDS = 60  # processor time that every row gets; tokenising 700,000 tokens takes 2 s
 BYTES_PER_SECOND = 500_000  # a row gets a further second for each 500,000 bytes; a long row needs a third of this time
+MOST_TEXTS = 1_000  # a row with more texts gets the time of this many
 MEMORY = 8 << 30  # bytes that a child may use beyond those that it used when its part began
 MEMORY_PER_BYTE = 128  # further bytes of memory for each byte of the rows; a tokenizer uses about 40
 LARGEST_RESULT = 64 << 20  # bytes
@@ -98,8 +100,13 @@ def is_child() -> bool:
     return _children[0]
 
 
-def rows(numbered: Iterable[tuple[int, _T]]) -> Iterator[tuple[int, _T]]:
-    """Yields the rows of a part.  In a child, limits hold while the caller works on a row; elsewhere there are none."""
+def rows(
+    numbered: Iterable[tuple[int, _T]], num_texts: Callable[[_T], int] = lambda content: 1
+) -> Iterator[tuple[int, _T]]:
+    """Yields the rows of a part.  In a child, limits hold while the caller works on a row; elsewhere there are none.
+
+    num_texts: about how many texts a row has.  Each begins with a part of the row, on average with half of it
+    """
     if not is_child():
         yield from numbered
         return
@@ -108,7 +115,8 @@ def rows(numbered: Iterable[tuple[int, _T]]) -> Iterator[tuple[int, _T]]:
         size = _size(content)
         num_bytes += size
         _set(resource.RLIMIT_DATA, memory + MEMORY_PER_BYTE * num_bytes)
-        _set(resource.RLIMIT_CPU, int(time.process_time()) + 1 + ROW_SECONDS + size // BYTES_PER_SECOND)
+        work = size * (1 + min(num_texts(content), MOST_TEXTS)) // 2
+        _set(resource.RLIMIT_CPU, int(time.process_time()) + 1 + ROW_SECONDS + work // BYTES_PER_SECOND)
         try:
             yield number, content
         finally:

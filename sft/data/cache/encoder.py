@@ -74,7 +74,7 @@ def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer
     variables: set[str] = set()
     unwanted = []
     num_chats = num_padded = num_padding = 0
-    for number, content in limited.rows(rows):
+    for number, content in limited.rows(rows, num_texts if data.turns == "each" else lambda content: 1):
         try:
             value = parse(content)
             row = read_row(value)
@@ -168,6 +168,12 @@ def _fit(number: int, row: Encoding, data: DataConfig) -> Iterator[RowSample]:
         is_held[positions] = True
         counts = (len(positions), num_labels(weights), num_new, len(full), num_labels(full))
         yield RowSample((number, window, len(parts), *counts), row.tokens[positions], weights)
+
+
+def num_texts(content: object) -> int:
+    """About how many assistant turns a row has."""
+    text = content if isinstance(content, bytes) else repr(content).replace("'", '"').encode()
+    return max(1, sum(text.count(role) for role in (b'"assistant"', b'"gpt"', b'"completions"')))
 
 
 def num_labels(weights: np.ndarray) -> int:

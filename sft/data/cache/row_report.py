@@ -132,10 +132,11 @@ class RowReport:
     tokens_of_trees: int = 0
 
     def __str__(self) -> str:
-        share = 100 * self.supervised_kept / max(1, self.tokens_kept)
+        share = f"{100 * self.supervised_kept / max(1, self.tokens_kept):.1f}% supervised"
+        of_texts = f"{self.supervised_kept:,} labels"  # several texts may supervise one token of a tree
         text = (
-            f"{self.samples:,} samples, {self.tokens_kept:,} tokens "
-            f"({share:.1f}% supervised), longest {self.longest:,}"
+            f"{self.samples:,} samples, {self.tokens_kept:,} tokens ({of_texts if self.trees else share}), "
+            f"longest {self.longest:,}"
         )
         if self.trees:
             text += f"; {describe_trees(self.trees, self.texts, self.tokens_rendered, self.tokens_of_trees)}"

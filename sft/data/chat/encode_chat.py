@@ -38,7 +38,7 @@ from sft.data.rows.messages import THINKING, with_arguments, with_reasoning_keys
 from sft.data.rows.token_rows import Tokenized
 from sft.errors import DataError
 
-Supervise = Literal["assistant", "last", "all"]
+Supervise = Literal["assistant", "last", "all", "turn"]  # turn: the last turn, with data.turns = each
 
 
 class Encoding(NamedTuple):
@@ -158,7 +158,7 @@ def encode_turns(chat: Chat, tokenizer: ChatTokenizer, *, inserted: bool = True)
             texts, earlier = _encode_texts(answered, tokenizer, inserted, earlier)
             encoded += texts
     if not encoded:
-        raise _no_loss("assistant")
+        raise _no_loss("turn")
     if len(encoded) == 1:
         return encoded[0]
     grown = grow([TreeText(text.tokens, text.weights) for text in encoded])
@@ -177,11 +177,11 @@ def _encode_texts(
     turns = list(weights_of_turns(chat, "assistant"))
     if isinstance(tokenizer, ByteTokenizer):
         parts = [chat._replace(messages=chat.messages[: turn + 1]) for turn in turns]
-        return [_encode_chat(part, tokenizer, "last", inserted) for part in parts], None
+        return [_encode_chat(part, tokenizer, "turn", inserted) for part in parts], None
     encoded: list[Encoding] = []
     omitted: list[list[OmittedText]] = []
     for rendered in render_turns(chat, tokenizer, turns):
-        text, earlier = _encode_rendered(rendered, "last", inserted, earlier)
+        text, earlier = _encode_rendered(rendered, "turn", inserted, earlier)
         encoded[-1:] = [other._replace(rendered=None) for other in encoded[-1:]]  # only the last rendering is used
         encoded.append(text)
         omitted.append(find_omitted(rendered))
@@ -242,8 +242,9 @@ def _weights(chat: Chat, supervise: Supervise, num_tokens: int, spans: list[Toke
 
 
 def _no_loss(supervise: Supervise) -> DataError:
+    key = "data.turns = each" if supervise == "turn" else f"data.supervise = {supervise}"
     return DataError(
-        f"every token has weight 0 with data.supervise = {supervise}, so the chat has no loss.  Give an "
+        f"every token has weight 0 with {key}, so the chat has no loss.  Give an "
         "assistant message a weight above 0, or remove the chat."
     )
 
@@ -279,7 +280,7 @@ def weights_of_turns(chat: Chat, supervise: Supervise) -> dict[int, float]:
     """
     answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
     weights = chat.weights or (1.0,) * len(chat.messages)
-    by_message = {i: weights[i] for i in (answers[-1:] if supervise == "last" else answers)}
+    by_message = {i: weights[i] for i in (answers[-1:] if supervise in ("last", "turn") else answers)}
     return by_message if supervise == "all" else {i: weight for i, weight in by_message.items() if weight != 0}
 
 

@@ -159,8 +159,7 @@ def _named(
             number = int(path[0]) + 1
             yield number, role, "document" if role == DOCUMENTS else "tool schema", field.text
     elif path[0] in THINKING:
-        others = [f for f in chat.inputs.fields if f.message == field.message and f.path[0] in THINKING]
-        if all(other in missing for other in others):
+        if all(other in missing for other in chat.thinking[field.message]):
             yield field.message + 1, role, "reasoning", field.text
     elif path[0] == "tool_calls":
         if path[-1] == "name" or "arguments" in path:

@@ -14,9 +14,11 @@ from sft.data.chat.habits import Habits
 from sft.data.chat.reading import Reading
 from sft.data.chat.tokenizer import FolderTokenizer
 from sft.data.rows.formats import Chat
-from sft.data.rows.messages import Message, with_arguments, with_reasoning_keys
+from sft.data.rows.messages import THINKING, Message, with_arguments, with_reasoning_keys
 from sft.data.template.chat_template import Refused
 from sft.data.template.rendering import TemplateInputs, trace_inputs
+from sft.data.template.replay import KeptResults
+from sft.data.template.sources import Field
 
 
 class RenderedChat(NamedTuple):
@@ -24,6 +26,7 @@ class RenderedChat(NamedTuple):
 
     chat     the messages in the form that the template takes
     prompts  the cache of this chat's prompts; other chats do not use it, so no mask depends on other chats
+    kept     results of the template's statements for this chat
     """
 
     chat: Chat
@@ -32,6 +35,8 @@ class RenderedChat(NamedTuple):
     tokenizer: FolderTokenizer
     prompts: dict[tuple[Any, ...], str | None]
     shapes: list[int]  # `Prompts.shapes_of` this chat
+    kept: KeptResults
+    thinking: dict[int, list[Field]]  # the fields of each message's thinking
 
     def prompt_after(self, num_messages: int, start: int, end: int) -> str | None:
         """The text that the template writes after the chat's first messages when it asks for an answer.
@@ -63,7 +68,7 @@ class RenderedChat(NamedTuple):
     def _prompt_of(self, num_messages: int) -> str | None:
         first = self.inputs._replace(messages=self.inputs.messages[:num_messages])
         try:
-            return Reading(self.tokenizer.template.rendered(first, prompt=True)).after_all
+            return Reading(self.tokenizer.template.rendered(first, prompt=True, kept=self.kept)).after_all
         except Refused:
             return None
 
@@ -72,32 +77,37 @@ def render_chat(chat: Chat, tokenizer: FolderTokenizer) -> RenderedChat:
     """The rendering of a chat.  Raises DataError if the template refuses the chat."""
     chat = chat._replace(messages=prepared(chat.messages, tokenizer.habits))
     inputs = trace_inputs(chat.messages, chat.tools, chat.documents, chat.variables)
-    return RenderedChat(
-        chat,
-        inputs,
-        Reading(tokenizer.template.rendered(inputs), inputs.fields),
-        tokenizer,
-        {},
-        tokenizer.prompts.shapes_of(chat),
-    )
+    kept = KeptResults()
+    reading = Reading(tokenizer.template.rendered(inputs, kept=kept), inputs.fields)
+    shapes = tokenizer.prompts.shapes_of(chat)
+    return RenderedChat(chat, inputs, reading, tokenizer, {}, shapes, kept, _thinking(inputs))
 
 
 def render_turns(chat: Chat, tokenizer: FolderTokenizer, turns: Sequence[int]) -> Iterator[RenderedChat]:
     """The renderings of a chat that end with each of the messages `turns`.  Raises DataError as `render_chat`.
 
-    Each is a rendering of its own, so the time grows with the square of the number of turns.
+    Statements of the template whose result is the same in several renderings are executed once (`template/replay.py`).
     """
     chat = chat._replace(messages=prepared(chat.messages, tokenizer.habits))
     inputs = trace_inputs(chat.messages, chat.tools, chat.documents, chat.variables)
     shapes = tokenizer.prompts.shapes_of(chat)
+    kept, thinking = KeptResults(), _thinking(inputs)
     for turn in turns:
         first = inputs._replace(
             messages=inputs.messages[: turn + 1],
             fields=tuple(field for field in inputs.fields if field.message is None or field.message <= turn),
         )
         part = chat._replace(messages=chat.messages[: turn + 1])
-        reading = Reading(tokenizer.template.rendered(first), first.fields)
-        yield RenderedChat(part, first, reading, tokenizer, {}, shapes[: turn + 2])
+        reading = Reading(tokenizer.template.rendered(first, kept=kept), first.fields)
+        yield RenderedChat(part, first, reading, tokenizer, {}, shapes[: turn + 2], kept, thinking)
+
+
+def _thinking(inputs: TemplateInputs) -> dict[int, list[Field]]:
+    fields: dict[int, list[Field]] = {}
+    for field in inputs.fields:
+        if field.message is not None and field.path[0] in THINKING:
+            fields.setdefault(field.message, []).append(field)
+    return fields
 
 
 def prepared(messages: list[Message], habits: Habits) -> list[Message]:

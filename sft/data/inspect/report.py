@@ -33,7 +33,7 @@ _MASKS = {
 # Name of a finding: the unit of its count, what the report says about it, and why it matters.
 _WORDS = {
     "unusable": ("rows", "are unusable", "data.on_bad_row leaves them out"),
-    "too_long": ("rows", "are longer than data.seq_length", "data.over_long decides how these rows are used"),
+    "too_long": ("rows", "are longer than data.seq_length", "trees are split, data.over_long decides about other rows"),
     "omitted": ("chats", "lose {of} to the chat template", "the model does not see it"),
     "nothing_supervised": ("samples", "lack a supervised token", "they cost time and have no loss"),
     "short_answers": ("samples", "have only 1 or 2 supervised tokens", "is an answer cut off?"),

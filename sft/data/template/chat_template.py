@@ -17,7 +17,8 @@ from sft.data.rows.chat_keys import GIVEN
 from sft.data.rows.messages import Message, Tools, shortened
 from sft.data.template.limits import TooMuch
 from sft.data.template.prompt_inputs import PromptInputs, prompt_inputs
-from sft.data.template.rendering import Rendering, TemplateInputs, collected, trace_inputs
+from sft.data.template.rendering import Output, Rendering, TemplateInputs, collected, trace_inputs
+from sft.data.template.replay import KeptResults
 from sft.data.template.sandbox import Sandbox
 from sft.data.template.sources import CONSTANT
 from sft.data.template.trace import Text
@@ -103,11 +104,17 @@ class ChatTemplate:
         """
         return self.rendered(trace_inputs(messages, tools, documents, variables or {}), prompt=prompt)
 
-    def rendered(self, inputs: TemplateInputs, *, prompt: bool = False) -> Rendering:
-        """The rendering of inputs that already have sources.  Raises the errors of `render`."""
+    def rendered(self, inputs: TemplateInputs, *, prompt: bool = False, kept: KeptResults | None = None) -> Rendering:
+        """The rendering of inputs that already have sources.  Raises the errors of `render`.
+
+        kept: results of other renderings that begin with the same messages and have the same other inputs
+        """
         sandbox, template = self._compiled[-1 if inputs.tools else 0]
         with self._refusing("refused the chat"):
-            sandbox.begin(inputs.containers, {id(message): i for i, message in enumerate(inputs.messages)})
+            output = Output([], [])
+            numbers = {id(message): i for i, message in enumerate(inputs.messages)}
+            sandbox.begin(inputs.containers, numbers, self._lists_of_run | {id(inputs.messages)})
+            sandbox.begin_output(output, kept)
             context = template.new_context(
                 {
                     "messages": inputs.messages,
@@ -118,7 +125,7 @@ class ChatTemplate:
                     **inputs.variables,
                 }
             )
-            return collected(template.root_render_func(context), lambda: sandbox.message)
+            return collected(template.root_render_func(context), lambda: sandbox.message, output)
 
     @contextmanager
     def _refusing(self, outcome: str) -> Iterator[None]:
@@ -137,6 +144,19 @@ class ChatTemplate:
         """The variables of the run: special tokens and data.chat_template_kwargs.  Their source is CONSTANT."""
         variables = {**self.special_tokens, **self.switches}
         return {name: Text.of(v, CONSTANT) if isinstance(v, str) else v for name, v in variables.items()}
+
+    @cached_property
+    def _lists_of_run(self) -> frozenset[int]:
+        """The ids of the lists in the variables of the run."""
+        ids, waiting = set(), [*self._of_run.values()]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, list | tuple):
+                ids.add(id(value))
+                waiting += value
+            elif isinstance(value, dict):
+                waiting += value.values()
+        return frozenset(ids)
 
     @cached_property
     def _compiled(self) -> list[tuple[Sandbox, Template]]:

@@ -1,20 +1,21 @@
 """Compiles a chat template to Python code that counts operations, and that keeps the sources of texts.
 
 The code calls methods of the sandbox (`sandbox.py`) for constants, written values, sums, slices, loops, and assignments
-to names.
+to names, and around statements whose results may be kept (`iterations.py`).
 """
 
 from typing import Any
 
 from jinja2 import nodes
-from jinja2.compiler import CodeGenerator, Frame
+from jinja2.compiler import Frame
 
 from sft.data.template.operations import Operations
+from sft.data.template.statement_code import StatementCompiler
 
 _OPERATORS = {"eq": "==", "ne": "!=", "gt": ">", "gteq": ">=", "lt": "<", "lteq": "<=", "in": "in", "notin": "not in"}
 
 
-class Compiler(CodeGenerator):
+class Compiler(StatementCompiler):
     """Jinja's compiler, changed so that constants become texts with a source, and values pass through the sandbox."""
 
     def _constant(self, value: str | int) -> str:
@@ -88,10 +89,21 @@ class Compiler(CodeGenerator):
 
     def visit_MarkSafeIfAutoescape(self, node: nodes.MarkSafeIfAutoescape, frame: Frame) -> None:
         """Generates the code of a loop's iterable.  Only `Sandbox.compiled` makes this node, not Jinja."""
-        self._call("environment.loop_items", (node.expr,), frame)
+        kept = getattr(node, "kept", None)
+        if kept is None:
+            self._call("environment.loop_items", (node.expr,), frame)
+            return
+        self.begin_loop(kept[0], kept[1], kept[2], node.expr, frame)
 
     def visit_ExprStmt(self, node: nodes.ExprStmt, frame: Frame) -> None:
-        if isinstance(node.node, nodes.Tuple) and not node.node.items:  # `Sandbox.compiled` puts it into macros
+        kept = getattr(node, "kept", None)
+        if kept == "ends":
+            self.writeline("environment.end_statement()")
+        elif kept is not None:
+            self.writeline("if ")
+            self.repeats(kept[0], kept[1], kept[2], frame)
+            self.write(": continue")
+        elif isinstance(node.node, nodes.Tuple) and not node.node.items:  # `Sandbox.compiled` puts it into macros
             self.writeline("environment.tick()")
         elif isinstance(node.node, nodes.Name) and getattr(node, "begins_loop", False):
             self.newline(node)

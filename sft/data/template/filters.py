@@ -4,9 +4,11 @@ import json
 import re
 from collections.abc import Mapping
 from datetime import datetime
+from types import NoneType
 from typing import Any, cast
 
 from jinja2 import Environment
+from jinja2.exceptions import SecurityError
 from jinja2.filters import make_attrgetter
 
 from sft.data.template.operations import Operations, Safe
@@ -15,6 +17,7 @@ from sft.data.template.trace import Float, Int, Text, concatenated, joined, whol
 
 Containers = Mapping[int, Field]  # the source of each object and list of the chat, by its id
 
+_SIMPLE = (str, int, float, NoneType)  # values that a template may add to a list of its own
 _NAMES = "Sunday Monday Tuesday Wednesday Thursday Friday Saturday".split()
 _MONTHS = "January February March April May June July August September October November December".split()
 
@@ -61,6 +64,21 @@ class Filters(Operations):
         self.check(len(text) + len(lines) * len(margin))
         rest = [line if not line and not blank else margin + line for line in lines[1:]]
         return joined(Text.of("\n", CONSTANT), [margin + lines[0] if first else lines[0], *rest])
+
+    def check_change(self, changed: list[Any], method: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Checks a method that changes a list, and returns the arguments to use.
+
+        The template must have made the list.  It may add texts, numbers, and objects and lists of the chat; with lists
+        of its own, a list could become too large without notice.
+        """
+        if id(changed) in self.containers or id(changed) in self.input_lists:
+            raise SecurityError(f"a template must not {method} to a list that it is given")
+        self.step(len(changed) // 64)  # the list may move its items
+        new = list(self.counted(iter(args[0]))) if method == "extend" and args else list(args)
+        if any(not isinstance(v, _SIMPLE) and id(v) not in self.containers and id(v) not in self.messages for v in new):
+            raise SecurityError(f"{method} must get texts, numbers or messages")
+        self.check(8 * (len(changed) + len(new)))
+        return (new,) if method == "extend" and args else args
 
     def strftime_now(self, format: str) -> Text:
         """The date of the run, with English names in every locale."""

@@ -4,7 +4,7 @@ Decides which source the text of a value has, and which message is its writer: t
 at the time.  `compiler.py` inserts the calls into templates; `filters.py` has filters and functions.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from functools import reduce
 from typing import Any
 
@@ -16,6 +16,7 @@ from sft.data.template.sources import CONSTANT, UNKNOWN, Field, Piece, Unknown
 from sft.data.template.trace import Float, Int, Text, concatenated, sourced, whole
 
 _TEXTS = {Text}
+LIST_METHODS = frozenset(("append", "extend", "insert", "pop"))  # methods that change a list that the template made
 
 
 class Operations(Counts):
@@ -24,13 +25,17 @@ class Operations(Counts):
     constants   the constants of the template
     message     the index of the message that the template is writing; None outside of loops over messages
     containers  the source of each object and list of the chat, by its id
+    given       the ids of further lists that the template must not change
     """
 
     constants: list[Text | Int]
 
-    def begin(self, containers: dict[int, Field], messages: dict[int, int]) -> None:
+    def begin(
+        self, containers: dict[int, Field], messages: dict[int, int], input_lists: Set[int] = frozenset()
+    ) -> None:
         """Starts a rendering.  `messages` holds the index of each message by its id."""
         self.steps = self.made = 0
+        self.input_lists = input_lists
         self.message: int | None = None
         self.containers, self.messages = containers, messages
 

@@ -47,12 +47,24 @@ class Rendering(NamedTuple):
     runs: list[Run]
 
 
-def collected(chunks: Iterable[str], writer: Callable[[], int | None]) -> Rendering:
-    """The rendering of the chunks that a template yields.  writer: returns the message that is now being written"""
-    parts, runs, at = [], [], 0
+class Output(NamedTuple):
+    """A rendering in the making: its parts, and the sources of their characters."""
+
+    parts: list[str]
+    runs: list[Run]
+
+
+def collected(chunks: Iterable[str], writer: Callable[[], int | None], output: Output) -> Rendering:
+    """The rendering of the chunks that a template yields.
+
+    writer  returns the message that is now being written
+    output  empty; a template may add to it between two chunks
+    """
+    parts, runs = output
     for chunk in chunks:
         parts.append(chunk)
         now = writer()
+        at = runs[-1].end if runs else 0
         for source, first, last, length, before in pieces_of(chunk):
             message = now if before is None else before
             runs.append(tuple.__new__(Run, (at, at + length, source, message, first, last)))

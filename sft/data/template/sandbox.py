@@ -2,8 +2,9 @@
 
 Decides the source of the result of each operation of a template.  `limits.py` counts the operations.  `Sandbox` has the
 sandbox of transformers (no access to Python internals, no changes of the input, ranges of at most 100,000), its
-filters, functions and options.  Its compiler (`compiler.py`) inserts calls of the sandbox's methods into the Python
-code that Jinja makes from a template.  These methods are not names in the template, so no template can call them.
+filters, functions and options.  Unlike it, a template may change a list that it has made itself (Kimi-K2 does).  Its
+compiler (`compiler.py`) inserts calls of the sandbox's methods into the Python code that Jinja makes from a template.
+These methods are not names in the template, so no template can call them.
 
     sources  Constants of the template, also inside expressions, have the source CONSTANT.  The text of a macro, a set
              block or a call block keeps its sources, and so do the results of `~`, `+`, slices, tojson, join, indent,
@@ -28,7 +29,12 @@ from jinja2.utils import Namespace, missing
 
 from sft.data.template.compiler import Compiler
 from sft.data.template.filters import Filters
+from sft.data.template.iterations import repeated
+from sft.data.template.operations import LIST_METHODS
+from sft.data.template.rendering import Output
+from sft.data.template.replay import Replay
 from sft.data.template.sources import CONSTANT, MARKED, Unknown
+from sft.data.template.statement_code import mark_kept
 from sft.data.template.trace import Int, Text, sourced
 
 _OF_DICTS = frozenset(dir(dict))
@@ -38,7 +44,7 @@ _OWN = frozenset(("pieces", "field", "of", "filled"))  # attributes that our tex
 _METHODS = frozenset(name for name in dir(str) if not name.startswith("_")) - {"format", "format_map"}
 
 
-class Sandbox(Filters, ImmutableSandboxedEnvironment):
+class Sandbox(Replay, Filters, ImmutableSandboxedEnvironment):
     """transformers' environment for chat templates.  `begin` resets the counts for a rendering.
 
     message     the index of the message that the template is writing; None outside of loops over messages
@@ -57,11 +63,13 @@ class Sandbox(Filters, ImmutableSandboxedEnvironment):
         self.concat = self.collect  # type: ignore[method-assign]
         self._add_names()
         self.begin({}, {})
+        self.begin_output(Output([], []), None)
 
     def compiled(self, source: str) -> Template:
         """The compiled template, which counts operations and keeps sources."""
         self.begin({}, {})
         tree = self.parse(source)
+        statements = list(repeated(tree))
         for loop in list(tree.find_all(nodes.For)):
             loop.iter = nodes.MarkSafeIfAutoescape(loop.iter, lineno=loop.lineno)
             if loop.test is not None:
@@ -72,6 +80,8 @@ class Sandbox(Filters, ImmutableSandboxedEnvironment):
             else:
                 start = nodes.ExprStmt(nodes.Tuple([], "load"), lineno=loop.lineno)
             loop.body.insert(0, start)
+        for number, (statement, reads) in enumerate(statements):
+            mark_kept(statement, number, reads)
         for assignment in tree.find_all(nodes.Assign):
             assignment.node = nodes.MarkSafe(assignment.node, lineno=assignment.lineno)
         for scope in tree.find_all(nodes.With):
@@ -85,7 +95,7 @@ class Sandbox(Filters, ImmutableSandboxedEnvironment):
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         if kind is Text and attribute in _METHODS:
             return getattr(obj, attribute)
-        if kind in (LoopContext, Namespace) and self._safe.get((kind, attribute)):
+        if kind in (LoopContext, Namespace) and self.is_safe_attribute(obj, attribute, None):
             value = getattr(obj, attribute, missing)  # another namespace has this attribute
             if value is not missing:
                 return Int.of(value, CONSTANT) if type(value) is int and kind is LoopContext else value
@@ -101,7 +111,8 @@ class Sandbox(Filters, ImmutableSandboxedEnvironment):
         key = type(obj), attr
         if key not in self._safe:
             hidden = attr in _OWN and isinstance(obj, (str, int, float))
-            self._safe[key] = not hidden and super().is_safe_attribute(obj, attr, value)
+            is_change = key[0] is list and attr in LIST_METHODS  # `call` checks whose list it is
+            self._safe[key] = is_change or (not hidden and super().is_safe_attribute(obj, attr, value))
         return self._safe[key]
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
@@ -144,7 +155,9 @@ class Sandbox(Filters, ImmutableSandboxedEnvironment):
         """
         self.tick()
         owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
-        if isinstance(owner, (str, bytes, int, type)):
+        if type(owner) is list and name in LIST_METHODS:
+            args = self.check_change(owner, name, args)
+        elif isinstance(owner, (str, bytes, int, type)):
             args = self.check_method(name, owner, args, (*args, *kwargs.values()))
         elif type(obj) is not Macro:
             for value in (*args, *kwargs.values()):

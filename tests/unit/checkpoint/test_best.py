@@ -13,7 +13,7 @@ from sft.checkpoint.judge import Judge
 from sft.checkpoint.manifest import Manifest
 from sft.checkpoint.origin import RunOrigin
 from sft.checkpoint.train_state import TrainState
-from sft.config import CheckpointConfig
+from sft.config import CheckpointConfig, LossConfig
 from sft.console import Console
 from sft.errors import CheckpointError
 from sft.parallel import messages
@@ -45,6 +45,12 @@ def test_what_makes_values_incomparable() -> None:
     assert list(LOSS.differences(accuracy)) == ["checkpoint.keep_best was eval/lm loss, is eval/token accuracy"]
     (line,) = LOSS.differences(replace(LOSS, data="0a", documents=2))
     assert line == "the held-out set of eval/lm loss has changed (3 documents, now 2)"
+    each, once = (LossConfig(shared=shared).weighing for shared in ("each", "once"))
+    assert list(replace(LOSS, loss=each).differences(replace(LOSS, loss=once))) == [
+        "the weights of tokens were those of loss.reduction = token, loss.shared = each, and are those of "
+        "loss.reduction = token, loss.shared = once"
+    ]
+    assert list(LOSS.differences(replace(LOSS, loss=once))) == []  # an earlier version did not record them
 
 
 def test_the_state_of_a_checkpoint_also_of_an_earlier_version() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
 import threading
@@ -165,6 +166,21 @@ def test_a_result_has_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
         DataError, match="x cannot be used: the process that tried it gave a result of more than 64 MiB"
     ):
         limited.call("x", _twice, b"x" * (40 << 20))
+
+
+def _seconds_of_rows(num_texts: int, num_bytes: int) -> float:
+    """The processor time that a row gets, beyond that of an empty row."""
+    seconds = []
+    for content in (b"", b"x" * num_bytes):
+        for _ in limited.rows([(1, content)], lambda content: num_texts):
+            seconds.append(resource.getrlimit(resource.RLIMIT_CPU)[0] - time.process_time())
+    return seconds[1] - seconds[0]
+
+
+@pytest.mark.parametrize(("num_texts", "seconds"), [(1, 2), (119, 120), (10**9, 1001)])
+def test_the_time_of_a_row_grows_with_its_texts(num_texts: int, seconds: int) -> None:
+    """A row of 1,000,000 bytes.  A text has half of them on average, and 1,000 texts count at most."""
+    assert abs(limited.call("x", _seconds_of_rows, num_texts, 1_000_000) - seconds) <= 1.1  # whole seconds are set
 
 
 def _stands_still(seconds: float) -> int:

@@ -304,6 +304,19 @@ def test_completions_that_cannot_be_read(completions: Any, why: str) -> None:
         read_row({"prompt": "Six?", "completions": completions})
 
 
+def test_labels_of_texts_may_outnumber_tokens(tmp_path: Path, letters: FolderTokenizer) -> None:
+    """Each of 3 completions supervises all of its tokens but one in common with the others, so 60% would be 146%."""
+    row = {"prompt": "?", "completions": ["a" * 40 + end for end in "xyz"]}
+    corpus = corpus_of(tmp_path, write(tmp_path / "a.jsonl", row), letters, turns="each")
+    assert corpus.summary().splitlines()[-1].split("; ")[0].endswith("1 samples, 65 tokens (126 labels), longest 65")
+
+
+def test_a_chat_without_a_supervised_turn(letters: FolderTokenizer) -> None:
+    row = Chat([user("q"), assistant("a")], None)._replace(weights=(1.0, 0.0))
+    with pytest.raises(DataError, match="every token has weight 0 with data.turns = each, so the chat has no loss"):
+        encode_turns(row, letters)
+
+
 def test_a_turn_in_two_documents_ends_where_its_text_ends(tmp_path: Path) -> None:
     """The first text supervises 2 3 of the trunk and the end 7 of a branch, the second one 9 7."""
     texts = [([1, 2, 3, 7], [0, 1, 1, 1]), ([1, 2, 3, 8, 9, 7], [0, 0, 0, 0, 1, 1])]

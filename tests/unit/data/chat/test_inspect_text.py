@@ -61,7 +61,7 @@ tokenizer
   padding is id 258
 
 findings
-  ! 1 of 8 rows (12.5%) are longer than data.seq_length: data.over_long decides how these rows are used
+  ! 1 of 8 rows (12.5%) are longer than data.seq_length: trees are split, data.over_long decides about other rows
       b.jsonl:2
   ! 1 of 7 samples (14.3%) have only 1 or 2 supervised tokens: is an answer cut off?
       a.jsonl:4

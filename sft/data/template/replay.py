@@ -1,0 +1,295 @@
+"""Keeps the results of a template's statements, and writes them again where nothing has changed.
+
+Decides when a result is used again: in a rendering of the same chat, with equal values of all that the statement reads.
+`iterations.py` finds what a statement reads, `value_keys.py` compares values, and `compiler.py` inserts the calls.
+
+    kept = KeptResults()
+    template.rendered(inputs of 3 messages, kept=kept)    executes 3 iterations
+    template.rendered(inputs of 5 messages, kept=kept)    writes 3 again, executes 2
+
+The first iterations of a loop are written again at once, without a look at each of them, where `lookahead.py` proves
+that more messages do not change them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NamedTuple
+
+from jinja2.utils import Namespace, missing
+
+from sft.data.template.limits import TooMuch
+from sft.data.template.loop_walk import LoopPass, Result, Walk, moved, num_same
+from sft.data.template.rendering import Output
+from sft.data.template.value_keys import Incomparable, ValueKeys
+
+MOST_KEPT = 50_000_000  # characters; further results are not kept
+TRIES = 200  # executions of a statement without any use of its results, after which they are not kept
+
+_Changes = tuple[tuple[Any, str | None], ...]  # the namespace and attribute of each change, or the list and None
+_Outcome = Callable[[Any], tuple[Any, ...]]  # the values of a query's conditions for an item
+# `Lookahead`: reach, behind, lists, values, and each query with the position of its list
+_Lookahead = tuple[int, int, tuple[Any, ...], Callable[[], tuple[Any, ...]], tuple[tuple[str, int, _Outcome], ...]]
+
+
+@dataclass
+class KeptResults:
+    """The results of statements in renderings of one chat, with equal tools, documents and variables.
+
+    executed, written  number of executed statements, and of the characters that they wrote
+    replayed           number of statements whose results were written again
+    """
+
+    results: dict[tuple[Any, ...], Result] = field(default_factory=dict)
+    starts: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    outcomes: dict[tuple[str, int], Any] = field(default_factory=dict)
+    passes: dict[tuple[Any, ...], LoopPass] = field(default_factory=dict)
+    tries: dict[int, int] = field(default_factory=dict)
+    characters: int = 0
+    executed: int = 0
+    written: int = 0
+    replayed: int = 0
+
+
+class _Start(NamedTuple):
+    """The number of the values of a statement's names, and the lists among them."""
+
+    number: int
+    lists: list[int]
+
+
+class _Statement(NamedTuple):
+    """A statement that is being executed, with the output before it.  key: of its result; None: it is not kept"""
+
+    key: tuple[Any, ...] | None
+    changes: _Changes
+    before: list[Any]
+    parts: int
+    runs: int
+    start: int
+
+
+class Replay(ValueKeys):
+    """The calls around statements whose results may be kept.
+
+    output  the rendering so far
+    kept    the results of other renderings of the chat; None: every statement is executed
+    """
+
+    output: Output
+    kept: KeptResults | None
+
+    def begin_output(self, output: Output, kept: KeptResults | None) -> None:
+        """Starts a rendering, after `begin`."""
+        self.output, self.kept = output, kept
+        self._statement: _Statement | None = None
+        self._at_start: _Start | None = None
+        self._walk: Walk | None = None
+
+    def begin_loop(
+        self, number: int, items: Any, names: tuple[Any, ...], changes: _Changes, looks: _Lookahead | None = None
+    ) -> Any:
+        """The iterable of a loop.  names: the values of its `Reads.names`"""
+        self._statement = self._at_start = self._walk = None
+        kept = self.kept
+        if kept is None or kept.tries.get(number, 0) > TRIES:
+            return self.loop_items(items)
+        self._at_start = start = self._start(names)
+        if start is None or looks is None or type(items) is not list:
+            return self.loop_items(items)
+        walk = self._walk = Walk(self.loop_items(items))
+        try:
+            self._compare_pass(walk, (number, start.number), changes, looks)
+        except TooMuch:
+            raise
+        except Exception:  # an iteration may not reach the expression that raises
+            walk.now = walk.earlier = None
+        return walk
+
+    def _compare_pass(self, walk: Walk, position: tuple[int, int], changes: _Changes, looks: _Lookahead) -> None:
+        """Finds how many of the first iterations of a loop are the same as in an earlier rendering."""
+        reach, walk.behind, lists, values, queries = looks
+        before = [_value(*change) for change in changes]
+        key = self.key((*before, *values()), [])
+        assert self.kept is not None
+        passes = self.kept.passes
+        if key is None or any(type(value) is not list for value in lists) or list in map(type, before):
+            return
+        walk.now, walk.earlier = LoopPass(walk.items, lists), passes.get((*position, key))
+        passes[(*position, key)] = walk.now
+        if walk.earlier is None:
+            return
+        walk.num_equal = walk.earlier.num_equal(walk.items, lists, reach)
+        for number, at, outcome in queries:
+            both = walk.earlier.lists[at], lists[at]
+            same = num_same(*both)
+            tail = max(both, key=len)[max(same - 1, 0) :]  # from the last item that both have on
+            if not same or len(self.query(number, tail, outcome)) > 1:
+                walk.num_equal = 0
+
+    def repeats(
+        self,
+        number: int,
+        item: Any,
+        changes: _Changes,
+        keys: Callable[[], tuple[Any, ...]],
+        loop: Any = None,
+        names: tuple[Any, ...] | None = None,
+    ) -> bool:
+        """Whether the result of a statement was kept.  If so, writes it again; otherwise the statement follows.
+
+        item     the item of the loop; None: the statement is no loop
+        changes  the namespace or list of each of `Reads.changes`
+        loop     the variable `loop`; None: the loop has none
+        names    the values of `Reads.names`; None: those of `begin_loop`
+        """
+        kept, walk = self.kept, self._walk
+        if kept is None:
+            return False
+        if walk is not None:
+            walk.position += 1
+            if self._statement is not None:  # the iteration before has left its loop's body early
+                walk.now = walk.earlier = None
+            if walk.position == walk.behind and walk.position < walk.num_equal and self._skip(walk, changes, loop):
+                return True
+        self._statement = None
+        start = self._at_start if names is None else self._start(names)
+        key = None if start is None else self._key_of(number, start, item, changes, keys)
+        result = None if key is None else kept.results.get(key)
+        parts, runs = self.output
+        at = runs[-1].end if runs else 0
+        if result is None or key is None:
+            kept.tries[number] = kept.tries.get(number, 0) + 1
+            before = [] if key is None else [_value(*change) for change in changes]
+            self._statement = _Statement(key, changes, before, len(parts), len(runs), at)
+            return False
+        if result.start != at:
+            result = kept.results[key] = moved(result, at)
+        parts.append(result.text)
+        runs += result.runs
+        for (owner, attribute), value in zip(changes, result.left, strict=True):
+            _leave(owner, attribute, value)
+        kept.replayed += 1
+        kept.tries[number] = -TRIES
+        self._stepped(key, result)
+        self.tick(len(result.text))
+        return True
+
+    def end_statement(self) -> None:
+        """Ends a statement that was executed, and keeps its result."""
+        statement, kept = self._statement, self.kept
+        self._statement = None
+        if statement is None or kept is None:
+            return
+        parts, runs = self.output
+        text = "".join(parts[statement.parts :])
+        kept.executed += 1
+        kept.written += len(text)
+        if statement.key is None:
+            if self._walk is not None:
+                self._walk.now = self._walk.earlier = None
+            return
+        after = [_value(*change) for change in statement.changes]
+        is_same = all(a is b for a, b in zip(statement.before, after) if list in (type(a), type(b)))
+        if kept.characters + len(text) > MOST_KEPT or not is_same or self.key(tuple(after), []) is None:
+            if self._walk is not None:
+                self._walk.now = self._walk.earlier = None
+            return
+        kept.characters += len(text)
+        left = [list(value) if type(value) is list else value for value in after]
+        result = Result(statement.start, text, runs[statement.runs :], left)
+        kept.results[statement.key] = result
+        self._stepped(statement.key, result)
+
+    def query(self, number: str, items: Any, outcome: _Outcome) -> tuple[Any, ...]:
+        """The outcomes of the conditions of a query, each once, in the order of the last items that have them."""
+        assert self.kept is not None
+        known = self.kept.outcomes
+        outcomes: dict[Any, None] = {}
+        self.step(len(items))
+        for item in reversed(items):
+            key = number, id(item)
+            if key not in known:
+                if id(item) not in self.messages:
+                    raise Incomparable
+                known[key] = tuple(bool(test) for test in outcome(item))
+            outcomes.setdefault(known[key], None)
+        return tuple(outcomes)
+
+    def _start(self, names: tuple[Any, ...]) -> _Start | None:
+        """The start of a statement with these values of names; None: no result is kept."""
+        lists: list[int] = []
+        key = self.key(names, lists)
+        assert self.kept is not None
+        return None if key is None else _Start(self.kept.starts.setdefault(key, len(self.kept.starts)), lists)
+
+    def _key_of(
+        self, number: int, start: _Start, item: Any, changes: _Changes, keys: Callable[[], tuple[Any, ...]]
+    ) -> tuple[Any, ...] | None:
+        """The key of a statement's result; None if it has none."""
+        lists = list(start.lists)
+        try:
+            before = [_value(*change) for change in changes]
+            key = self.key((item, *before, *keys()), lists)
+        except TooMuch:
+            raise
+        except Exception:  # the statement may not reach the expression that raises
+            return None
+        if key is None or (list in map(type, before) and len({*lists}) < len(lists)):
+            return None  # a change of a list would also change the other
+        return number, start.number, key
+
+    def _skip(self, walk: Walk, changes: _Changes, loop: Any) -> bool:
+        """Writes the iterations again that are the same as in an earlier rendering, from this one on."""
+        kept, (parts, runs) = self.kept, self.output
+        assert kept is not None and walk.earlier is not None and walk.now is not None
+        steps = walk.earlier.steps[walk.position : walk.num_equal]
+        if steps[0][1].start != (runs[-1].end if runs else 0):
+            return False
+        parts.append("".join([result.text for _, result in steps]))
+        runs += chain.from_iterable([result.runs for _, result in steps])
+        for (owner, attribute), value in zip(changes, steps[-1][1].left, strict=True):
+            _leave(owner, attribute, value)
+        walk.now.steps += steps
+        following = walk.iterator if loop is None else loop
+        for _ in steps[1:]:
+            next(following)
+        walk.position = walk.num_equal - 1
+        kept.replayed += len(steps)
+        kept.tries[steps[0][0][0]] = -TRIES
+        self.step(len(steps))
+        self.tick(len(parts[-1]))
+        return True
+
+    def _stepped(self, key: tuple[Any, ...], result: Result) -> None:
+        """Adds an iteration to those of this rendering."""
+        walk = self._walk
+        if walk is None or walk.now is None:
+            return
+        walk.now.steps.append((key, result))
+        earlier = walk.earlier
+        if earlier is not None and walk.position < walk.behind:
+            is_same = len(earlier.steps) > walk.position and earlier.steps[walk.position][0] == key
+            walk.num_equal = walk.num_equal if is_same else 0
+
+
+def _value(owner: Any, attribute: str | None) -> Any:
+    """The value that a statement may change: an attribute of a namespace, or a list."""
+    if attribute is None:
+        if type(owner) is not list:
+            raise Incomparable
+        return owner
+    if type(owner) is not Namespace:
+        raise Incomparable
+    return owner._Namespace__attrs.get(attribute, missing)
+
+
+def _leave(owner: Any, attribute: str | None, value: Any) -> None:
+    """Leaves the value that a statement has left."""
+    now = _value(owner, attribute)
+    if type(now) is list:
+        now[:] = value
+    elif value is missing:
+        owner._Namespace__attrs.pop(attribute, None)
+    else:
+        owner._Namespace__attrs[attribute] = value

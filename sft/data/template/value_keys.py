@@ -1,0 +1,62 @@
+"""Decides which values of a template are equal, so that a statement has the same result with them.
+
+    "Hi"        the same characters from the same sources
+    a message   the same message of the chat; so for tools, and for each object and list of the chat
+    [...]       a list that the template made: equal items
+    true, 1     not equal: their texts differ
+
+A value that could change without notice, such as a namespace or a macro, is equal to nothing.
+"""
+
+from typing import Any
+
+from jinja2.runtime import Undefined
+from jinja2.utils import missing
+
+from sft.data.template.operations import Operations
+from sft.data.template.trace import Float, Int, Text
+
+_MOST_ITEMS = 100_000  # items of a list that the template made
+_DEPTH = 4  # levels of such lists
+
+
+class Incomparable(Exception):
+    """A value that could change without notice."""
+
+
+class ValueKeys(Operations):
+    """The comparison of values by keys."""
+
+    def key(self, values: tuple[Any, ...], lists: list[int]) -> tuple[Any, ...] | None:
+        """A key that is equal for equal values; None if a value is equal to nothing.
+
+        lists: gets the lists of the template among the values
+        """
+        try:
+            return tuple([self._part(value, lists, _DEPTH) for value in values])
+        except Incomparable:
+            return None
+
+    def _part(self, value: Any, lists: list[int], depth: int) -> Any:
+        kind = type(value)
+        if kind is bool or value is None:
+            return value  # numbers are parts of tuples, so True is not 1
+        if kind is Text:
+            self.step(len(value.pieces))
+            return Text, value, value.pieces
+        if kind is str or kind is int:
+            return kind, value
+        if kind is Int:
+            return Int, int(value), value.field
+        if kind is Float or kind is float:
+            return kind, repr(float(value)), getattr(value, "field", None)
+        if value is missing or isinstance(value, Undefined):
+            return (missing,)
+        if kind is dict or kind is list or kind is tuple:
+            if id(value) in self.messages or id(value) in self.containers:
+                return id(value), kind
+            if kind is not dict and depth and len(value) <= _MOST_ITEMS:
+                lists.append(id(value))
+                self.step(len(value))
+                return kind, tuple([self._part(item, lists, depth - 1) for item in value])
+        raise Incomparable

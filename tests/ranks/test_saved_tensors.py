@@ -305,6 +305,8 @@ SMALL = ["model.num_layers=2", "train.global_batch_size=2", "model.init_std=0.2"
         (with_host, DEEPSEEK, ["train.recompute=selective"]),
         (with_host, DEEPSEEK, ["train.recompute=attention_kept"]),
         (scenarios.gradients, [DELTA.replace("ALL", "[1]"), *MOE], ["train.recompute=attention_kept"]),
+        (with_host, [MAMBA.replace("ALL", "[1]")], ["train.recompute=selective"]),
+        (scenarios.gradients, [MAMBA.replace("ALL", "[1]")], ["train.recompute=attention_kept"]),
         (with_host, [*MODELS["gpt_oss"], *ONE_OF_EACH], ["train.recompute=attention_kept"]),
     ],
 )

@@ -215,9 +215,14 @@ def _options(content: Mapping[str, Any], family: Family) -> list[str]:
     if other:
         problems.append(f"layer_types has {other[0]}; only {' and '.join(supported)} is supported")
     names = content.get("architectures")
-    if names and names != [family.class_name]:
+    # Files may name the class of the model's own code: KimiK25..., not Kimi_K25...; ExaoneMoE..., not ExaoneMoe...
+    if names and _plain(names) != _plain([family.class_name]):
         problems.append(f"architectures = {json.dumps(names)}, but only {family.class_name} is supported")
     return problems
+
+
+def _plain(class_names: Any) -> str:
+    return json.dumps(class_names).replace("_", "").lower()
 
 
 def _model(values: dict[str, Any], sources: Mapping[str, str], problems: list[str]) -> ModelConfig | None:

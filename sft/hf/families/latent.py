@@ -1,4 +1,4 @@
-"""Declares families with multi-head latent attention: DeepSeek-V3, Kimi-K2, Moonlight, and GLM-4.7-Flash.
+"""Declares families with multi-head latent attention: DeepSeek-V3, Kimi-K2 and K2.5, Moonlight, and GLM-4.7-Flash.
 
     projection of the token            norm                 up projection, by head
     q_a_proj                           q_a_layernorm        q_b_proj              query: plain part, rotary part
@@ -51,6 +51,10 @@ def _attention(model: str = "model") -> tuple[Rule, ...]:
     )
 
 
+def _layers(model: str = "model", head: str = "lm_head.weight") -> tuple[Rule, ...]:
+    return (*outer(model, head), *_attention(model), *routed(model))
+
+
 def _num_dense(content: Mapping[str, Any]) -> int:
     """The number of layers without experts, which must come first: ["dense", "sparse", "sparse"] -> 1"""
     kinds, count = content.get(_KINDS), content.get("num_hidden_layers")
@@ -75,7 +79,7 @@ _SIZES = {"qk_rope_head_dim": 64, "kv_lora_rank": 512, "rope_interleave": True, 
 _DEEPSEEK = Family(
     model_type="deepseek_v3",  # Moonlight, too
     class_name="DeepseekV3ForCausalLM",
-    rules=(*outer(), *_attention(), *routed()),
+    rules=_layers(),
     implied=_IMPLIED,
     keys={**_KEYS, **ROUTER_KEYS},
     computed={"num_query_groups": _GROUPS, "moe.shared_ffn_hidden_size": shared_width(2048)},
@@ -108,6 +112,18 @@ _DEEPSEEK = Family(
 LATENT = (
     _DEEPSEEK,
     replace(_DEEPSEEK, model_type="kimi_k2"),  # transformers has no such type; its files name the class of DeepSeek
+    # Kimi-K2.5, 2.6 and later: Kimi-K2 beside a vision tower.
+    replace(
+        _DEEPSEEK,
+        model_type="kimi_k25",
+        class_name="Kimi_K25ForConditionalGeneration",
+        rules=_layers("language_model.model", "language_model.lm_head.weight"),
+        defaults={**_DEEPSEEK.defaults, "tie_word_embeddings": True},
+        text_config="required",
+        passed_through=("vision_tower.*", "mm_projector.*"),
+        has_mtp_layers=False,
+        mtp=None,
+    ),
     Family(
         model_type="glm4_moe_lite",
         class_name="Glm4MoeLiteForCausalLM",

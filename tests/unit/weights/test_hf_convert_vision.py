@@ -23,6 +23,7 @@ CASES = [
     ("ministral3", True, torch.float32),
     ("qwen3_5", False, torch.bfloat16),
     ("qwen3_5_moe", False, torch.float32),
+    ("kimi_k25", False, torch.bfloat16),
 ]
 
 

@@ -24,7 +24,7 @@ from sft.hf.families.windows import FULL
 from sft.hf.family import Family
 from sft.hf.hub import CONFIG
 from sft.hf.nested_config import located, put_back, text_part
-from sft.hf.quantization import Mxfp4, Scheme, scheme_of
+from sft.hf.quantization import Quantised, scheme_of
 from sft.hf.rotary import by_layer_type, rope_of, written
 
 _LONGEST = "max_position_embeddings"
@@ -44,7 +44,7 @@ class Architecture:
     model: ModelConfig
     values: dict[str, Any]  # values that config.json determines, by dotted key below `model`
     sources: dict[str, str]  # for each value, the key of config.json that gives it
-    scheme: Scheme | Mxfp4 | None  # how weights are dequantised; None: the weights are not quantised
+    scheme: Quantised | None  # how weights are dequantised; None: the weights are not quantised
 
     @property
     def vocab_size(self) -> int:

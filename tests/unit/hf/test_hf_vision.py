@@ -154,7 +154,7 @@ def test_the_config_reads_in_transformers(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(back(released(name), **{"rope.base": 2e7})))
     theirs = transformers.AutoConfig.from_pretrained(tmp_path).text_config
     theirs.standardize_rope_params()
-    kind = {"ministral_3_8b": "yarn", "gemma_3_27b": "linear"}.get(name, "default")
+    kind = {"ministral_3_8b": "yarn", "gemma_3_27b": "linear", "kimi_k2_5": "yarn"}.get(name, "default")
     group = full_attention(theirs)
     assert group["rope_theta"] == 2e7 and group["rope_type"] == kind
     if name.startswith("qwen"):

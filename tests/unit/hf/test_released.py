@@ -70,6 +70,10 @@ VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         "rope": RopeConfig(base=5e4, interleaved=True, factor=64, beta_fast=1.0, beta_slow=1.0, **LATENT_YARN),
         **{"moe.num_experts": 384, "moe.num_groups": 1, "moe.scaling_factor": 2.827},
     }),
+    (config("kimi_k2_5"), {
+        "rope": RopeConfig(base=5e4, interleaved=True, factor=64, beta_fast=32.0, beta_slow=1.0, **LATENT_YARN),
+        **{"moe.num_experts": 384, "moe.scaling_factor": 2.827, "num_layers": 61, "tie_embeddings": False},
+    }),
     (config("moonlight_16b_a3b"), {  # queries have no latent; two shared experts are stored as one of twice the width
         "latent_attention": LatentAttentionConfig(kv_lora_rank=512),
         "rope": RopeConfig(base=5e4, interleaved=True),

@@ -202,6 +202,13 @@ CASES: dict[str, Case] = {
         gradients="tp_cp_ep+selective",
         more_gradients="one cp_dp",
     ),
+    "solar_open": Case(
+        dict(family="solar_open"),
+        losses="one",
+        more_losses="tp cp pp ep tp_ep cp_ep",
+        gradients="tp_cp_ep+selective",
+        more_gradients="one pp_dp cp4",
+    ),
     "llama_biased": Case(
         dict(family="llama", attention_bias=True, mlp_bias=True), losses="tp", gradients="tp_whole_cp+full"
     ),

@@ -1,11 +1,12 @@
-"""Declares families whose routers have sigmoid scores and a correction bias: GLM-4.5 to 4.7, and MiniMax-M2.
+"""Declares families whose routers have sigmoid scores and a correction bias.
 
-    model_type   shared expert   dense first layers   norms on queries and keys
-    glm4_moe     yes             yes                  per head, in some models
-    minimax_m2   no              no                   across heads
+    model_type   models           shared expert   dense first layers   norms on queries and keys   rotary positions
+    glm4_moe     GLM-4.5 to 4.7   yes             yes                  per head, in some models    half of each head
+    minimax_m2   MiniMax-M2       no              no                   across heads                half of each head
+    solar_open   Solar Open       yes             no                   no                          whole heads
 
-Half of each head has rotary positions.  Files of GLM-4.5 have a layer after the model's last one, for multi-token
-prediction.  It is passed through, or trained.
+Files of GLM-4.5 and Hy3 have a layer after the model's last one, for multi-token prediction, and K-EXAONE's have
+tensors `mtp.*`.  They are passed through; those of GLM-4.5 may be trained.
 """
 
 from collections.abc import Mapping
@@ -29,7 +30,7 @@ from sft.hf.families.rules import (
 from sft.hf.family import Family, Rule
 from sft.hf.model_keys import Computed
 
-_WIDTH, _COUNT = "moe_intermediate_size", "n_shared_experts"
+_WIDTH = "moe_intermediate_size"
 
 # Keys of `model` -> keys of config.json, for routers like the one of DeepSeek-V3.
 ROUTER_KEYS = {
@@ -52,31 +53,33 @@ def layer_rules(mlp: Literal["dense", "experts"], *rules: Rule) -> tuple[Rule, .
 
 def routed(model: str = "model") -> tuple[Rule, ...]:
     """The rules of a dense MLP in the first layers, and of router, experts and shared expert in the others."""
-    return (
-        *layer_rules("dense", *mlp(model)),
-        *layer_rules(
-            "experts",
-            *experts("mlp", "gate_proj", "up_proj", "down_proj", model),
-            *correction_bias("mlp.gate", model),
-            *shared_expert(name="shared_experts", gate=None, model=model),
-        ),
+    return (*layer_rules("dense", *mlp(model)), *_experts(model))
+
+
+def _experts(model: str = "model") -> tuple[Rule, ...]:
+    return layer_rules(
+        "experts",
+        *experts("mlp", "gate_proj", "up_proj", "down_proj", model),
+        *correction_bias("mlp.gate", model),
+        *shared_expert(name="shared_experts", gate=None, model=model),
     )
 
 
-def shared_width(default: int) -> Computed:
+def shared_width(default: int, count: str = "n_shared_experts") -> Computed:
     """A computed value: the width of the shared experts, which are one MLP in our model.
 
     {"moe_intermediate_size": 1408, "n_shared_experts": 2} -> 2816
     default: the width of an expert if config.json has no moe_intermediate_size
+    count: key of the number of shared experts
     """
 
     def read(content: Mapping[str, Any]) -> int:
-        width, count = content.get(_WIDTH, default), content.get(_COUNT, 1)
-        if type(width) is not int or type(count) is not int or count < 1:
-            raise ValueError(f"{_COUNT} = {count} with {_WIDTH} = {width} is no shared expert")
-        return width * count
+        width, number = content.get(_WIDTH, default), content.get(count, 1)
+        if type(width) is not int or type(number) is not int or number < 1:
+            raise ValueError(f"{count} = {number} with {_WIDTH} = {width} is no shared expert")
+        return width * number
 
-    return Computed(_COUNT, read)
+    return Computed(count, read)
 
 
 ROUTED = (
@@ -154,5 +157,35 @@ ROUTED = (
         rope_fraction=1.0,
         rope_width="rotary_dim",
         has_mtp_layers=True,
+    ),
+    Family(
+        model_type="solar_open",
+        class_name="SolarOpenForCausalLM",
+        rules=(*outer(), *attention(), *qkv_bias(needs="qkv_bias"), *_experts()),
+        implied={**SIGMOID, "qk_norm": False},
+        keys={
+            **{**KEYS, "ffn_hidden_size": _WIDTH},  # there are no dense layers
+            **{key: name for key, name in ROUTER_KEYS.items() if key != "moe.dense_layers"},
+            "qkv_bias": "attention_bias",
+        },
+        computed={"moe.shared_ffn_hidden_size": shared_width(1280)},
+        aliases={"n_routed_experts": "num_local_experts"},
+        defaults={
+            **DEFAULTS,
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rope_theta": 1e6,
+            "attention_bias": False,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 8,
+            _WIDTH: 1280,
+            "norm_topk_prob": True,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.0,
+        },
+        options={**OPTIONS, "use_qk_norm": (False,), "first_k_dense_replace": (0,)},
+        rope_fraction=1.0,
     ),
 )

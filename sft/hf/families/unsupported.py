@@ -54,7 +54,6 @@ _MISSING: dict[str, tuple[str, str]] = {
     "opt": (f"{_BIASED}, and learned positions", "llama"),
     "phi": (f"{_BIASED}, and attention and MLP side by side", "phi3"),
     "phimoe": ("LayerNorm with biases, and a router of its own kind (sparsemixer)", "mixtral"),
-    "solar_open": (_TABLE, "glm4_moe"),
     "stablelm": ("LayerNorm, and rotary positions on a part of each head", "llama"),
     "starcoder2": (_BIASED, "llama"),
 }

@@ -86,6 +86,15 @@ SIZES: dict[str, dict[str, Any]] = {
         **{"num_experts": 60, "num_experts_per_tok": 4},
         **{"use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 21},
     },
+    "solar_open_100b": {
+        "model_type": "solar_open",
+        **_sizes(48, 4096, 10240, 64, 8, 196608),
+        **{"head_dim": 128, "rms_norm_eps": 1e-5, "first_k_dense_replace": 0, "use_qk_norm": False},
+        **{"moe_intermediate_size": 1280, "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8},
+        **{"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0},
+        **{"rope_theta": 1e6, "partial_rotary_factor": 1.0},
+        "rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 65536},
+    },
 }
 
 VISION = ("qwen2_5_vl_7b", "qwen3_vl_8b", "qwen3_vl_30b_a3b", "mistral_small_3_2", "ministral_3_8b", "gemma_3_27b")

@@ -60,7 +60,7 @@ def test_what_no_model_reads_comes_back_too(made: Make, tmp_path: Path, extra: s
     assert same(tensors(source), there_and_back(source, tmp_path))
 
 
-@pytest.mark.parametrize("family", [*hf.LINEAR_FAMILIES, *hf.BIASED_FAMILIES])
+@pytest.mark.parametrize("family", sorted({*hf.LINEAR_FAMILIES, *hf.BIASED_FAMILIES} - {"solar_open"}))
 def test_mtp_comes_back_as_it_was(made: Make, tmp_path: Path, family: str) -> None:
     """Tensors of a layer that no model trains, one of them of another type, are counted and stay unchanged."""
     mtp = {"mtp.fc.weight": torch.randn(32, 64), "mtp.layers.0.mlp.gate.weight": torch.randn(4, 32).bfloat16()}

@@ -112,6 +112,11 @@ def in_stored_names(
 # Model types whose files hold experts as transformers has them in memory; types whose files call the matrices of an
 # expert w1, w2 and w3.
 _AS_IN_MEMORY, _NUMBERED = ("gpt_oss", "gemma4_text"), ("minimax_m2", "mixtral")
+# Model type -> parts of names in memory, and what the files have in their place.
+_RENAMED = {
+    **dict.fromkeys(_NUMBERED, {".mlp.": ".block_sparse_moe."}),
+    "hy_v3": {"mlp.gate.": "mlp.router.gate.", "mlp.shared_experts.": "mlp.shared_mlp."},
+}
 
 
 def stored_gradients(
@@ -137,8 +142,8 @@ def stored_gradients(
                 found[f"{block}.experts.{number}.{part}.weight"] = rows.clone()
         if not block:
             found[name] = tensor.clone()
-    if model.config.model_type in _NUMBERED:
-        return {name.replace(".mlp.", ".block_sparse_moe."): tensor for name, tensor in found.items()}
+    for part, own in _RENAMED.get(model.config.model_type, {}).items():
+        found = {name.replace(part, own): tensor for name, tensor in found.items()}
     return found
 
 

@@ -4,6 +4,7 @@
     glm4_moe     GLM-4.5 to 4.7   yes             yes                  per head, in some models    half of each head
     minimax_m2   MiniMax-M2       no              no                   across heads                half of each head
     solar_open   Solar Open       yes             no                   no                          whole heads
+    hy_v3        Hy3              yes             yes                  per head                    whole heads
 
 Files of GLM-4.5 and Hy3 have a layer after the model's last one, for multi-token prediction, and K-EXAONE's have
 tensors `mtp.*`.  They are passed through; those of GLM-4.5 may be trained.
@@ -15,8 +16,10 @@ from typing import Any, Literal
 
 from sft.hf.families.rules import (
     DEFAULTS,
+    EXPERT_KEYS,
     KEYS,
     NEXT_LAYER,
+    NO_BIAS,
     OPTIONS,
     attention,
     correction_bias,
@@ -29,8 +32,9 @@ from sft.hf.families.rules import (
 )
 from sft.hf.family import Family, Rule
 from sft.hf.model_keys import Computed
+from sft.hf.tensor_view import View
 
-_WIDTH = "moe_intermediate_size"
+_WIDTH, _KINDS = "moe_intermediate_size", "mlp_layer_types"
 
 # Keys of `model` -> keys of config.json, for routers like the one of DeepSeek-V3.
 ROUTER_KEYS = {
@@ -65,6 +69,16 @@ def _experts(model: str = "model") -> tuple[Rule, ...]:
     )
 
 
+def _renamed(rules: tuple[Rule, ...], parts: Mapping[str, str]) -> tuple[Rule, ...]:
+    """`rules` for files with other names of tensors.  parts: part of a name -> what the files have in its place"""
+
+    def rename(view: View) -> View:
+        found = [(part, own) for part, own in parts.items() if part in view.name]
+        return replace(view, name=view.name.replace(*found[0])) if found else view
+
+    return tuple(replace(rule, views=tuple(map(rename, rule.views))) for rule in rules)
+
+
 def shared_width(default: int, count: str = "n_shared_experts") -> Computed:
     """A computed value: the width of the shared experts, which are one MLP in our model.
 
@@ -80,6 +94,33 @@ def shared_width(default: int, count: str = "n_shared_experts") -> Computed:
         return width * number
 
     return Computed(count, read)
+
+
+def dense_layers(key: str | None = None) -> Computed:
+    """A computed value: the number of layers without experts, which must come first.
+
+    {"mlp_layer_types": ["dense", "sparse", "sparse"]} -> 1
+    key: key of the number if config.json has no mlp_layer_types; None, or no such key: 1
+    """
+
+    def read(content: Mapping[str, Any]) -> int:
+        kinds, count = content.get(_KINDS), content.get("num_hidden_layers")
+        if kinds is None:
+            number = content.get(key, 1) if key else 1
+            if type(number) is not int:
+                raise ValueError(f"{key} = {number} is not a number of layers")
+            return number
+        number = kinds.count("dense") if isinstance(kinds, list) else 0
+        if not isinstance(kinds, list) or kinds != ["dense"] * number + ["sparse"] * (len(kinds) - number):
+            raise ValueError(f"{_KINDS} is not a list of dense layers and then sparse ones")
+        if len(kinds) != count:
+            raise ValueError(f"{_KINDS} has {len(kinds)} entries, but num_hidden_layers = {count}")
+        return number
+
+    def write(number: int, count: int) -> dict[str, Any]:
+        return {_KINDS: ["dense"] * number + ["sparse"] * (count - number)}
+
+    return Computed(_KINDS, read, write)
 
 
 ROUTED = (
@@ -187,5 +228,49 @@ ROUTED = (
         },
         options={**OPTIONS, "use_qk_norm": (False,), "first_k_dense_replace": (0,)},
         rope_fraction=1.0,
+    ),
+    Family(
+        model_type="hy_v3",
+        class_name="HYV3ForCausalLM",
+        rules=(
+            *outer(),
+            *attention(),
+            *qk_norm(),
+            *_renamed(
+                routed(),
+                {
+                    "mlp.gate.weight": "mlp.router.gate.weight",
+                    "gate.e_score_correction_bias": "expert_bias",
+                    "shared_experts": "shared_mlp",
+                },
+            ),
+        ),
+        implied={**SIGMOID, "qkv_bias": False, "qk_norm": True, "moe.normalize_top_k": True},
+        keys={
+            **{key: name for key, name in {**KEYS, **EXPERT_KEYS}.items() if key != "moe.normalize_top_k"},
+            "moe.scaling_factor": "router_scaling_factor",
+        },
+        computed={
+            "moe.shared_ffn_hidden_size": shared_width(1536, "num_shared_experts"),
+            "moe.dense_layers": dense_layers(),
+        },
+        aliases={"num_experts": "num_local_experts"},
+        defaults={
+            **DEFAULTS,
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rope_theta": 11158840.0,
+            "num_experts": 192,
+            "num_experts_per_tok": 8,
+            _WIDTH: 1536,
+            "router_scaling_factor": 2.826,
+        },
+        options={
+            **{**OPTIONS, **NO_BIAS, "mlp_bias": (False,)},
+            **dict.fromkeys(("qk_norm", "route_norm", "moe_router_use_sigmoid"), (True,)),
+            "moe_router_enable_expert_bias": (True,),
+        },
+        has_mtp_layers=True,
     ),
 )

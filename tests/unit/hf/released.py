@@ -95,6 +95,15 @@ SIZES: dict[str, dict[str, Any]] = {
         **{"rope_theta": 1e6, "partial_rotary_factor": 1.0},
         "rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 65536},
     },
+    "hy3": {
+        "model_type": "hy_v3",
+        **_sizes(80, 4096, 13312, 64, 8, 120832),
+        **{"head_dim": 128, "rms_norm_eps": 1e-5, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1},
+        **{"moe_intermediate_size": 1536, "num_experts": 192, "num_shared_experts": 1, "num_experts_per_tok": 8},
+        **{"qk_norm": True, "route_norm": True, "router_scaling_factor": 2.826, "expert_hidden_dim": 1536},
+        **{"moe_router_enable_expert_bias": True, "moe_router_use_sigmoid": True, "enable_moe_fp32_combine": False},
+        "rope_parameters": {"rope_theta": 11158840.0, "rope_type": "default"},
+    },
 }
 
 VISION = ("qwen2_5_vl_7b", "qwen3_vl_8b", "qwen3_vl_30b_a3b", "mistral_small_3_2", "ministral_3_8b", "gemma_3_27b")

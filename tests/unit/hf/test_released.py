@@ -108,6 +108,13 @@ VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         **{"qkv_bias": False, "attention_output_bias": False, "qk_norm": False, "rotary_dim": 128},
         "rope": RopeConfig(base=1e6, scaling="yarn", factor=2.0, original_max_position=65536),
     }),
+    (config("hy3"), {  # its block for multi-token prediction is passed through
+        "moe": MoeConfig(
+            num_experts=192, ffn_hidden_size=1536, shared_ffn_hidden_size=1536, dense_layers=1, scaling_factor=2.826,
+            **SIGMOID,
+        ),
+        **{"qk_norm": True, "qkv_bias": False, "rope": RopeConfig(base=11158840.0), "tie_embeddings": False},
+    }),
     (config("qwen2_5_vl_7b"), {  # all keys are at the top level; text has plain positions
         **dict(num_layers=28, hidden_size=3584, ffn_hidden_size=18944, vocab_size=152064, num_attention_heads=28),
         **dict(resolved_query_groups=4, resolved_head_dim=128, qkv_bias=True, qk_norm=False, norm_epsilon=1e-6),
@@ -199,6 +206,7 @@ PARAMETERS: dict[str, tuple[Any, Any]] = {
     "minimax_m2": (ANY, approx(10e9, rel=0.12)),
     **dict.fromkeys((*SIZES, "ministral_3_8b text"), (ANY, ANY)),
     "solar_open_100b": (approx(102.6e9, rel=0.01), approx(12e9, rel=0.03)),
+    "hy3": (approx(295e9, rel=0.01), approx(21e9, rel=0.03)),
 }
 
 
@@ -292,6 +300,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("glm_4_5_air", {"n_group": 3}, "num_groups) does not cut 128 experts into groups of two or more"),
     ("glm_4_5_air", {"first_k_dense_replace": 46}, "leaves no layer of 46 for experts"),
     ("solar_open_100b", {"first_k_dense_replace": 1}, "first_k_dense_replace = 1 is not supported, only 0"),
+    ("hy3", {"route_norm": False}, "route_norm = false is not supported, only true"),
+    ("hy3", {"mlp_bias": True}, "mlp_bias = true is not supported"),
     ("minimax_m2", {"scoring_func": "softmax"}, 'scoring_func = "softmax" is not supported'),
     ("granite_3_3_8b", {"attention_multiplier": None}, "attention_multiplier is missing"),
     ("granite_3_3_8b", {"logits_scaling": 0.0}, "logits_scaling = 0.0 (logits_scaling) input should be greater than 0"),

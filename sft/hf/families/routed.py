@@ -5,6 +5,7 @@
     minimax_m2   MiniMax-M2       no              no                   across heads                half of each head
     solar_open   Solar Open       yes             no                   no                          whole heads
     hy_v3        Hy3              yes             yes                  per head                    whole heads
+    exaone_moe   K-EXAONE         yes             yes                  per head                    in windows only
 
 Files of GLM-4.5 and Hy3 have a layer after the model's last one, for multi-token prediction, and K-EXAONE's have
 tensors `mtp.*`.  They are passed through; those of GLM-4.5 may be trained.
@@ -30,6 +31,7 @@ from sft.hf.families.rules import (
     qkv_bias,
     shared_expert,
 )
+from sft.hf.families.variants import EXAONE_LAYERS
 from sft.hf.family import Family, Rule
 from sft.hf.model_keys import Computed
 from sft.hf.tensor_view import View
@@ -272,5 +274,40 @@ ROUTED = (
             "moe_router_enable_expert_bias": (True,),
         },
         has_mtp_layers=True,
+    ),
+    Family(
+        model_type="exaone_moe",
+        class_name="ExaoneMoeForCausalLM",
+        rules=(
+            *outer(),
+            *attention(),
+            *qk_norm(),
+            *_renamed(routed(), {"gate.e_score_correction_bias": "e_score_correction_bias"}),
+        ),
+        implied={**SIGMOID, "qkv_bias": False, "qk_norm": True},
+        keys={
+            **KEYS,
+            **{key: name for key, name in ROUTER_KEYS.items() if key != "moe.dense_layers"},
+            "moe.num_experts": "num_experts",
+        },
+        computed={
+            **EXAONE_LAYERS,
+            "moe.shared_ffn_hidden_size": shared_width(1024, "num_shared_experts"),
+            "moe.dense_layers": dense_layers("first_k_dense_replace"),
+        },
+        defaults={
+            **DEFAULTS,
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 32,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            _WIDTH: 1024,
+            "norm_topk_prob": True,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.5,
+        },
+        options=OPTIONS,
+        passed_through=("mtp.*",),
     ),
 )

@@ -104,6 +104,17 @@ SIZES: dict[str, dict[str, Any]] = {
         **{"moe_router_enable_expert_bias": True, "moe_router_use_sigmoid": True, "enable_moe_fp32_combine": False},
         "rope_parameters": {"rope_theta": 11158840.0, "rope_type": "default"},
     },
+    "k_exaone": {  # K-EXAONE-236B-A23B
+        "model_type": "exaone_moe",
+        "architectures": ["ExaoneMoEForCausalLM"],
+        **_sizes(48, 6144, 18432, 64, 8, 153600),
+        **{"head_dim": 128, "rms_norm_eps": 1e-5, "first_k_dense_replace": 1, "sliding_window": 128},
+        **{"moe_intermediate_size": 2048, "num_experts": 128, "num_shared_experts": 1, "num_experts_per_tok": 8},
+        **{"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+        **{"rope_theta": 1e6, "sliding_window_pattern": "LLLG"},
+        "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 12,
+        "mlp_layer_types": ["dense"] + ["sparse"] * 47,
+    },
 }
 
 VISION = ("qwen2_5_vl_7b", "qwen3_vl_8b", "qwen3_vl_30b_a3b", "mistral_small_3_2", "ministral_3_8b", "gemma_3_27b")

@@ -115,6 +115,15 @@ VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ),
         **{"qk_norm": True, "qkv_bias": False, "rope": RopeConfig(base=11158840.0), "tie_embeddings": False},
     }),
+    (config("k_exaone"), {  # layers without a window have no rotary positions
+        "moe": MoeConfig(
+            num_experts=128, ffn_hidden_size=2048, shared_ffn_hidden_size=2048, dense_layers=1, scaling_factor=2.5,
+            **SIGMOID,
+        ),
+        **dict(sliding_window=128, sliding_window_layers=[number for number in range(1, 49) if number % 4]),
+        **dict(rope=RopeConfig(base=1e6, skip_layers=[number for number in range(4, 49, 4)]), norm_placement="pre"),
+    }),
+    (config("k_exaone", mlp_layer_types=..., first_k_dense_replace=2), {"moe.dense_layers": 2}),
     (config("qwen2_5_vl_7b"), {  # all keys are at the top level; text has plain positions
         **dict(num_layers=28, hidden_size=3584, ffn_hidden_size=18944, vocab_size=152064, num_attention_heads=28),
         **dict(resolved_query_groups=4, resolved_head_dim=128, qkv_bias=True, qk_norm=False, norm_epsilon=1e-6),
@@ -207,6 +216,7 @@ PARAMETERS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys((*SIZES, "ministral_3_8b text"), (ANY, ANY)),
     "solar_open_100b": (approx(102.6e9, rel=0.01), approx(12e9, rel=0.03)),
     "hy3": (approx(295e9, rel=0.01), approx(21e9, rel=0.03)),
+    "k_exaone": (approx(236e9, rel=0.01), approx(23e9, rel=0.05)),
 }
 
 
@@ -302,6 +312,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("solar_open_100b", {"first_k_dense_replace": 1}, "first_k_dense_replace = 1 is not supported, only 0"),
     ("hy3", {"route_norm": False}, "route_norm = false is not supported, only true"),
     ("hy3", {"mlp_bias": True}, "mlp_bias = true is not supported"),
+    ("k_exaone", {"mlp_layer_types": ["sparse"] + ["dense"] * 47}, "is not a list of dense layers and then"),
+    ("k_exaone", {"mlp_layer_types": None, "first_k_dense_replace": None}, "first_k_dense_replace = None is not a"),
+    ("k_exaone", {"layer_types": None}, "sliding_window_pattern = LLLG is not supported without layer_types"),
+    ("k_exaone", {"architectures": 5}, "architectures = 5, but only ExaoneMoeForCausalLM is supported"),
     ("minimax_m2", {"scoring_func": "softmax"}, 'scoring_func = "softmax" is not supported'),
     ("granite_3_3_8b", {"attention_multiplier": None}, "attention_multiplier is missing"),
     ("granite_3_3_8b", {"logits_scaling": 0.0}, "logits_scaling = 0.0 (logits_scaling) input should be greater than 0"),

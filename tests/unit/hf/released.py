@@ -118,7 +118,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 VISION = ("qwen2_5_vl_7b", "qwen3_vl_8b", "qwen3_vl_30b_a3b", "mistral_small_3_2", "ministral_3_8b", "gemma_3_27b")
-VISION += ("kimi_k2_5",)
+VISION += ("kimi_k2_5", "exaone_4_5_33b")
 
 
 def config(name: str, **changes: Any) -> dict[str, Any]:

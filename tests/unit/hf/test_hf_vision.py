@@ -28,6 +28,7 @@ def test_a_silent_config_means_what_transformers_takes(family: str) -> None:
     if vision.VISION[family] == "Mistral3":
         text |= dict(model_type={"mistral3": "mistral"}.get(family, family), sliding_window=None)
     text |= dict(hidden_size_per_layer_input=0) if family == "gemma4" else {}
+    text |= dict(model_type="exaone4") if family == "exaone4_5" else {}
     named = "mistral3" if family == "ministral3" else family
     content = {"model_type": named, "text_config": text, "tie_word_embeddings": False}
     theirs = getattr(transformers, f"{vision.VISION[family]}Config")(text_config=dict(text)).text_config
@@ -154,7 +155,8 @@ def test_the_config_reads_in_transformers(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(back(released(name), **{"rope.base": 2e7})))
     theirs = transformers.AutoConfig.from_pretrained(tmp_path).text_config
     theirs.standardize_rope_params()
-    kind = {"ministral_3_8b": "yarn", "gemma_3_27b": "linear", "kimi_k2_5": "yarn"}.get(name, "default")
+    kinds = {"ministral_3_8b": "yarn", "gemma_3_27b": "linear", "kimi_k2_5": "yarn", "exaone_4_5_33b": "llama3"}
+    kind = kinds.get(name, "default")
     group = full_attention(theirs)
     assert group["rope_theta"] == 2e7 and group["rope_type"] == kind
     if name.startswith("qwen"):

@@ -124,6 +124,10 @@ VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         **dict(rope=RopeConfig(base=1e6, skip_layers=[number for number in range(4, 49, 4)]), norm_placement="pre"),
     }),
     (config("k_exaone", mlp_layer_types=..., first_k_dense_replace=2), {"moe.dense_layers": 2}),
+    (config("exaone_4_5_33b"), {
+        **dict(num_layers=64, hidden_size=5120, norm_placement="post", qk_norm=True, sliding_window=4096),
+        **{"rope.skip_layers": list(range(4, 65, 4)), "rope.scaling": "llama3", "tie_embeddings": False},
+    }),
     (config("qwen2_5_vl_7b"), {  # all keys are at the top level; text has plain positions
         **dict(num_layers=28, hidden_size=3584, ffn_hidden_size=18944, vocab_size=152064, num_attention_heads=28),
         **dict(resolved_query_groups=4, resolved_head_dim=128, qkv_bias=True, qk_norm=False, norm_epsilon=1e-6),

@@ -24,7 +24,7 @@ from sft.hf.families.windows import FULL
 from sft.hf.family import Family
 from sft.hf.hub import CONFIG
 from sft.hf.nested_config import located, put_back, text_part
-from sft.hf.quantization import Mxfp4, Scheme, scheme_of
+from sft.hf.quantization import Quantised, scheme_of
 from sft.hf.rotary import by_layer_type, rope_of, written
 
 _MOST = {"num_layers": MOST_LAYERS, "moe.num_experts": MOST_EXPERTS}
@@ -43,7 +43,7 @@ class Architecture:
     model: ModelConfig
     values: dict[str, Any]  # values that config.json determines, by dotted key below `model`
     sources: dict[str, str]  # for each value, the key of config.json that gives it
-    scheme: Scheme | Mxfp4 | None  # how weights are dequantised; None: the weights are not quantised
+    scheme: Quantised | None  # how weights are dequantised; None: the weights are not quantised
 
     @property
     def vocab_size(self) -> int:
@@ -214,9 +214,14 @@ def _options(content: Mapping[str, Any], family: Family) -> list[str]:
     if other:
         problems.append(f"layer_types has {other[0]}; only {' and '.join(supported)} is supported")
     names = content.get("architectures")
-    if names and names != [family.class_name]:
+    # Files may name the class of the model's own code: KimiK25..., not Kimi_K25...; ExaoneMoE..., not ExaoneMoe...
+    if names and _plain(names) != _plain([family.class_name]):
         problems.append(f"architectures = {json.dumps(names)}, but only {family.class_name} is supported")
     return problems
+
+
+def _plain(class_names: Any) -> str:
+    return json.dumps(class_names).replace("_", "").lower()
 
 
 def _model(values: dict[str, Any], sources: Mapping[str, str], problems: list[str]) -> ModelConfig | None:

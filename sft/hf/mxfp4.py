@@ -24,7 +24,7 @@ from sft.hf.tensor_check import fold_by_layer
 
 _BLOCKS, _SCALES, _UINT8 = "_blocks", "_scales", "U8"
 _SIZE = 32  # number of elements that share a scale
-_BIAS = 127  # bias of the exponent
+EXPONENT_BIAS = 127
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # value by the lowest three bits; the fourth bit is the sign
 
 
@@ -72,12 +72,12 @@ def dequantised(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
     The lower four bits of a byte are its first element.  Byte 0x72 with scale 128 (a factor of 2) -> 2.0 and 12.0
     """
-    pairs = _pairs().index_select(0, blocks.flatten().to(torch.int32)).view(*blocks.shape[:-1], _SIZE)
-    exponents = (scales.to(torch.int32) - _BIAS)[..., None]
+    pairs = fp4_pairs().index_select(0, blocks.flatten().to(torch.int32)).view(*blocks.shape[:-1], _SIZE)
+    exponents = (scales.to(torch.int32) - EXPONENT_BIAS)[..., None]
     return torch.ldexp(pairs, exponents).flatten(-2)
 
 
-def _pairs() -> torch.Tensor:
+def fp4_pairs() -> torch.Tensor:
     """fp32 [256, 2]: the two elements of each byte, without scale."""
     numbers = torch.tensor([*_POSITIVE, *(-number for number in _POSITIVE)])
     byte = torch.arange(256)

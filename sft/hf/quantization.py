@@ -1,8 +1,8 @@
 """Reads from `quantization_config` of a config.json how the weights of a quantised model are dequantised.
 
-Supported: `fp8` with one scale per block or per matrix (DeepSeek, Qwen3, Ministral 3), `compressed-tensors` in FP8 with
-one scale per matrix, row or block, and `mxfp4` (gpt-oss).  Everything else is refused by name.  `dequantised.py` and
-`mxfp4.py` dequantise the weights.
+Supported: `fp8` with one scale per block or per matrix (DeepSeek, Qwen3, Ministral 3), `mxfp4` (gpt-oss), and of
+`compressed-tensors` FP8 with one scale per matrix, row or block, and packed integers (Kimi-K2.5), NVFP4, MXFP4 and
+MXFP8.  Everything else is refused by name.  `dequantised.py`, `mxfp4.py` and `packed.py` dequantise the weights.
 """
 
 import json
@@ -11,16 +11,26 @@ from dataclasses import dataclass
 from typing import Any
 
 QUANTIZATION = "quantization_config"
-_SUPPORTED = "fp8 (one scale per block or matrix), compressed-tensors with FP8 weights, and mxfp4 are supported"
+_SUPPORTED = (
+    "fp8 (one scale per block or matrix), mxfp4, and compressed-tensors with FP8 weights, integers of 4 or 8 bits "
+    "(pack-quantized), NVFP4, MXFP4 or MXFP8 are supported"
+)
 # Accepted keys of `fp8`: this module reads them, the files show their meaning, or they do not affect stored weights.
 _FP8_KEYS = {
     *("quant_method", "weight_block_size", "fmt", "activation_scheme", "modules_to_not_convert", "ignored_layers"),
     *("dequantize", "scale_fmt"),
 }
 _MXFP4_KEYS = {"quant_method", "modules_to_not_convert", "dequantize"}
-_SUFFIX = {"fp8": "_scale_inv", "compressed-tensors": "_scale"}
+# Formats of compressed-tensors -> num_bits, type, strategy and group_size of their weights.
+_FLOATS = {
+    "nvfp4-pack-quantized": (4, "float", "tensor_group", 16),
+    "mxfp4-pack-quantized": (4, "float", "group", 32),
+    "mxfp8-quantized": (8, "float", "group", 32),
+}
+_ORDERS = (None, False, "weight", "static")  # orders of columns in which weights are stored as they are used
+_RARE = ("group_size", "symmetric", "actorder", "block_structure")
 # Scales of activations, which are dropped, because only FP8 arithmetic needs them.
-_ACTIVATION_SCALES = ("activation_scale", "input_scale", "output_scale")
+ACTIVATION_SCALES = ("activation_scale", "input_scale", "output_scale")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +46,7 @@ class Scheme:
 
     def activation_scales_of(self, name: str) -> list[str]:
         """q_proj.weight -> q_proj.activation_scale, ..."""
-        return [f"{name.rpartition('.')[0]}.{scale}" for scale in _ACTIVATION_SCALES]
+        return [f"{name.rpartition('.')[0]}.{scale}" for scale in ACTIVATION_SCALES]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +56,32 @@ class Mxfp4:
     dtype: str
 
 
-def scheme_of(content: Mapping[str, Any]) -> tuple[Scheme | Mxfp4 | None, list[str]]:
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """Weights of compressed-tensors in which a group of numbers of a row shares a scale (`packed.py`)."""
+
+    format: str  # name of the format in compressed-tensors
+    num_bits: int
+    group: int | None  # number of elements of a group; None: the whole row
+    symmetric: bool  # whether the stored number 0 means 0; False: each group has a zero point
+    dtype: str  # name in safetensors of the type that config.json gives the model
+
+    @property
+    def number_format(self) -> str:
+        return {"pack": f"INT{self.num_bits}"}.get(name := self.format.partition("-")[0], name.upper())
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """Last parts of the names of tensors that each weight has beside its numbers and scales."""
+        if self.format == "pack-quantized":
+            return ("weight_shape",) if self.symmetric else ("weight_shape", "weight_zero_point")
+        return ("weight_global_scale",) if self.format == "nvfp4-pack-quantized" else ()
+
+
+Quantised = Scheme | Mxfp4 | Packed
+
+
+def scheme_of(content: Mapping[str, Any]) -> tuple[Quantised | None, list[str]]:
     """The scheme of a config.json, and a list of problems.  No scheme: the weights are not quantised.
 
     {"quant_method": "fp8", "weight_block_size": [128, 128]} -> Scheme(suffix="_scale_inv", block=(128, 128), ...), []
@@ -64,15 +99,14 @@ def scheme_of(content: Mapping[str, Any]) -> tuple[Scheme | Mxfp4 | None, list[s
         problems = _unknown(config, _FP8_KEYS)
         if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn", None):
             problems.append(f"{QUANTIZATION}.fmt = {json.dumps(config['fmt'])} is not supported, only e4m3")
-    elif method == "compressed-tensors":
-        block, problems = _compressed(config)
-    else:
-        return None, [f"{QUANTIZATION} has quant_method = {json.dumps(method)}, which is not supported; {_SUPPORTED}"]
-    if block is not None and not _is_block(block):
-        problems.append(f"{QUANTIZATION} has blocks of {json.dumps(block)}, which are not [rows, columns]")
-    if problems:
-        return None, problems
-    return Scheme(suffix=_SUFFIX[method], block=None if block is None else (block[0], block[1]), dtype=dtype), []
+        if block is not None and not _is_block(block):
+            problems.append(f"{QUANTIZATION} has blocks of {json.dumps(block)}, which are not [rows, columns]")
+        if problems:
+            return None, problems
+        return Scheme(suffix="_scale_inv", block=None if block is None else (block[0], block[1]), dtype=dtype), []
+    if method == "compressed-tensors":
+        return _compressed(config, dtype)
+    return None, [f"{QUANTIZATION} has quant_method = {json.dumps(method)}, which is not supported; {_SUPPORTED}"]
 
 
 def _unknown(config: Mapping[str, Any], known: Collection[str]) -> list[str]:
@@ -83,33 +117,57 @@ def _unknown(config: Mapping[str, Any], known: Collection[str]) -> list[str]:
     ]
 
 
-def _compressed(config: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """The block size that all groups of compressed-tensors share, and the problems of these groups."""
+def _compressed(config: Mapping[str, Any], dtype: str) -> tuple[Scheme | Packed | None, list[str]]:
+    """The scheme that all groups of compressed-tensors share, and the problems of these groups."""
     problems = [
         f"{QUANTIZATION}.{key} = {json.dumps(config[key])} is not supported"
         for key in ("kv_cache_scheme", "sparsity_config", "transform_config")
         if config.get(key) not in (None, {}, {"format": "dense"})
     ]
     groups = config.get("config_groups")
-    blocks = []
+    schemes = []
     for name, group in groups.items() if isinstance(groups, dict) else []:
         weights = group.get("weights") if isinstance(group, dict) else None
         weights = weights if isinstance(weights, dict) else {}
-        form = group.get("format", config.get("format")) if isinstance(group, dict) else None
-        kind = [weights.get(key) for key in ("num_bits", "type", "symmetric")]
-        if kind != [8, "float", True] or weights.get("strategy") not in ("tensor", "channel", "block"):
-            shown = ", ".join(f"{key} = {json.dumps(weights.get(key))}" for key in ("num_bits", "type", "strategy"))
+        form = (group.get("format") if isinstance(group, dict) else None) or config.get("format")
+        scheme = _scheme_of_group(weights, form, dtype)
+        if scheme is None:
+            keys = ("num_bits", "type", "strategy", *(key for key in _RARE if weights.get(key) is not None))
+            shown = ", ".join(f"{key} = {json.dumps(weights.get(key))}" for key in keys)
             problems.append(
-                f"{QUANTIZATION}.config_groups.{name} has weights of {shown}, which are not supported; {_SUPPORTED}"
+                f"{QUANTIZATION}.config_groups.{name} has weights of {shown} in format = {json.dumps(form)}, which are "
+                f"not supported; {_SUPPORTED}"
             )
-        elif form not in ("float-quantized", "naive-quantized"):
-            problems.append(f"{QUANTIZATION}.format = {json.dumps(form)} is not supported, only float-quantized")
-        blocks.append(weights.get("block_structure") if weights.get("strategy") == "block" else None)
-    if not blocks:
+        schemes.append(scheme)
+    if not schemes:
         problems.append(f"{QUANTIZATION} names no group of weights")
-    if any(block != blocks[0] for block in blocks):
-        problems.append(f"{QUANTIZATION} has groups with different blocks, which is not supported")
-    return (blocks or [None])[0], problems
+    if not problems and any(scheme != schemes[0] for scheme in schemes):
+        problems.append(f"{QUANTIZATION} has groups of different formats, blocks or sizes, which is not supported")
+    return (None if problems else schemes[0]), problems
+
+
+def _scheme_of_group(weights: Mapping[str, Any], form: Any, dtype: str) -> Scheme | Packed | None:
+    """The scheme of one group of compressed-tensors; None if it is not supported.  form: the value of `format`"""
+    strategy, symmetric, size = (weights.get(key) for key in ("strategy", "symmetric", "group_size"))
+    kind = weights.get("num_bits"), weights.get("type"), strategy
+    if type(kind[0]) is not int or not isinstance(symmetric, bool) or weights.get("actorder") not in _ORDERS:
+        return None
+    if form in ("float-quantized", "naive-quantized"):
+        block = weights.get("block_structure") if strategy == "block" else None
+        is_fp8 = kind[:2] == (8, "float") and symmetric and strategy in ("tensor", "channel", "block")
+        is_whole = strategy != "block" or _is_block(block)
+        return (
+            Scheme(suffix="_scale", block=tuple(block) if block else None, dtype=dtype) if is_fp8 and is_whole else None
+        )
+    if form == "pack-quantized":
+        has_size = type(size) is int and size > 0 if strategy == "group" else size in (None, -1)
+        if kind not in [(bits, "int", grouped) for bits in (4, 8) for grouped in ("group", "channel")] or not has_size:
+            return None
+        group = size if strategy == "group" else None
+        return Packed(format=form, num_bits=kind[0], group=group, symmetric=symmetric, dtype=dtype)
+    if form not in _FLOATS or (*kind, size) != _FLOATS[form] or not symmetric:
+        return None
+    return Packed(format=form, num_bits=kind[0], group=size, symmetric=True, dtype=dtype)
 
 
 def _is_block(block: Any) -> bool:

@@ -21,7 +21,8 @@ from sft.hf.dequantised import DequantisedFolder
 from sft.hf.family import Family, TensorMapping, views_by_tensor
 from sft.hf.hub import CONFIG
 from sft.hf.mxfp4 import Mxfp4Folder
-from sft.hf.quantization import Mxfp4, Scheme
+from sft.hf.packed import PackedFolder
+from sft.hf.quantization import Mxfp4, Quantised, Scheme
 from sft.hf.safetensors_files import DTYPES, SafetensorsFolder, StoredTensor
 from sft.hf.tensor_check import check_tensors, fold_by_layer
 
@@ -102,10 +103,12 @@ def open_source(folder: Path, name: str = "", *, compare: bool = True, has_mtp: 
     )
 
 
-def _stored(folder: Path, scheme: Scheme | Mxfp4 | None) -> SafetensorsFolder:
+def _stored(folder: Path, scheme: Quantised | None) -> SafetensorsFolder:
     if scheme is None:
         return SafetensorsFolder(folder)
-    return Mxfp4Folder(folder, scheme) if isinstance(scheme, Mxfp4) else DequantisedFolder(folder, scheme)
+    if isinstance(scheme, Mxfp4):
+        return Mxfp4Folder(folder, scheme)
+    return DequantisedFolder(folder, scheme) if isinstance(scheme, Scheme) else PackedFolder(folder, scheme)
 
 
 def _sort(

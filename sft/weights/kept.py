@@ -209,7 +209,7 @@ def not_trained(source: Source) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def read_tensor(source: Source, name: str) -> torch.Tensor:
-    """The value of a tensor of `source`: the stored bits, or dequantised if the tensor is quantised (FP8, MXFP4)."""
+    """The value of a tensor of `source`: the stored bits, or dequantised if the tensor is quantised."""
     expected = source.manifest[name]
     values = torch.empty(expected.shape, dtype=TYPES[expected.dtype])
     target, start = memoryview(bytes_of(values)).cast("B"), 0

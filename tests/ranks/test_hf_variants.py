@@ -217,6 +217,28 @@ CASES: dict[str, Case] = {
         gradients="tp_cp_ep+selective",
         more_gradients="one cp_dp",
     ),
+    "solar_open": Case(
+        dict(family="solar_open"),
+        losses="one",
+        more_losses="tp cp pp ep tp_ep cp_ep",
+        gradients="tp_cp_ep+selective",
+        more_gradients="one pp_dp cp4",
+    ),
+    "hy_v3": Case(
+        dict(family="hy_v3", num_hidden_layers=4),
+        losses="one",
+        more_losses="tp cp pp ep tp_ep cp_ep",
+        gradients="tp_virtual",
+        more_gradients="one tp_cp_ep+selective pp_dp cp4",
+    ),
+    # The layers of the two kinds of attention are not those of the two kinds of MLP.
+    "exaone_moe": Case(
+        dict(family="exaone_moe", mlp_layer_types=["dense"] * 2 + ["sparse"] * 2, **FOUR_KINDS),
+        losses="one",
+        more_losses="tp cp pp ep tp_ep cp_ep",
+        gradients="tp_cp_ep+selective",
+        more_gradients="one tp_virtual pp_dp cp4",
+    ),
     "llama_biased": Case(
         dict(family="llama", attention_bias=True, mlp_bias=True), losses="tp", gradients="tp_whole_cp+full"
     ),

@@ -38,6 +38,8 @@ CASES: list[Any] = [
     ("gemma4", EP),
     ("gemma4_unified", CP),
     ("qwen3_5", CP),
+    ("kimi_k25", [*CP, *EP]),
+    ("exaone4_5", CP),
     pytest.param("qwen3_5_moe", EP, marks=pytest.mark.grid),
 ]  # the grid of test_hf_export.py has all of them
 

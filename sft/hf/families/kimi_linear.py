@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import Any
 
 from sft.config.mixer_section import LayerKind
-from sft.hf.families.latent import DENSE_FIRST, LATENT_GROUPS, LATENT_IMPLIED, LATENT_KEYS, latent_attention
-from sft.hf.families.routed import layer_rules, routed, shared_width
+from sft.hf.families.latent import LATENT_GROUPS, LATENT_IMPLIED, LATENT_KEYS, latent_attention
+from sft.hf.families.routed import dense_layers, layer_rules, routed, shared_width
 from sft.hf.families.rules import DEFAULTS, NO_BIAS, OPTIONS, correction_bias, experts, mlp, outer, shared_expert
 from sft.hf.families.windows import FULL, LINEAR, LINEAR_KINDS
 from sft.hf.family import Family, Rule
@@ -73,14 +73,6 @@ def _size(name: str, in_group: str, default: int) -> Computed:
         return (group if isinstance(group, dict) else {}).get(in_group, content.get(name, default))
 
     return Computed(name, read)
-
-
-def _num_dense(content: Mapping[str, Any]) -> int:
-    if content.get("mlp_layer_types") is not None or _DENSE not in content:
-        return int(DENSE_FIRST.read(content))
-    if type(number := content[_DENSE]) is not int:
-        raise ValueError(f"{_DENSE} = {number} is not a number of layers")
-    return number
 
 
 def _delta_attention(block: str, output: str, *own: tuple[str, str, str]) -> tuple[Rule, ...]:
@@ -208,7 +200,7 @@ KIMI_LINEAR = (
         computed={
             "num_query_groups": LATENT_GROUPS,
             "moe.shared_ffn_hidden_size": shared_width(1024, "num_shared_experts"),
-            "moe.dense_layers": Computed(_DENSE, _num_dense, DENSE_FIRST.write),
+            "moe.dense_layers": dense_layers(_DENSE),
             "linear_attention.layers": Computed(_TYPES, _layers, _layer_types, LINEAR_KINDS),
             "linear_attention.num_key_heads": _size("linear_num_heads", "num_heads", 32),
             "linear_attention.num_value_heads": _size("linear_num_heads", "num_heads", 32),
@@ -259,7 +251,7 @@ KIMI_LINEAR = (
         computed={
             "num_query_groups": LATENT_GROUPS,
             "moe.shared_ffn_hidden_size": shared_width(768, "num_shared_experts"),
-            "moe.dense_layers": Computed(_DENSE, _num_dense, DENSE_FIRST.write),
+            "moe.dense_layers": dense_layers(_DENSE, 2),
             "linear_attention.layers": Computed(_TYPES, _ling_layers, _layer_types, LINEAR_KINDS),
             "linear_attention.num_key_heads": _ling_size("linear_num_heads", "num_attention_heads", 32),
             "linear_attention.num_value_heads": _ling_size("linear_num_heads", "num_attention_heads", 32),
@@ -279,7 +271,6 @@ KIMI_LINEAR = (
             "num_expert_group": 8,
             "topk_group": 4,
             "routed_scaling_factor": 2.5,
-            "first_k_dense_replace": 2,
             "kda_lower_bound": -5.0,
         },
         options={**_OPTIONS, "kda_safe_gate": (True,)},

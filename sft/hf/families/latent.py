@@ -1,4 +1,5 @@
-"""Declares families with multi-head latent attention: DeepSeek-V3, Kimi-K2, Moonlight, GLM-4.7-Flash, Mistral Small 4.
+"""Declares families with multi-head latent attention: DeepSeek-V3, Kimi-K2 to K2.6, Moonlight, GLM-4.7-Flash, and
+Mistral Small 4.
 
     projection of the token            norm                 up projection, by head
     q_a_proj                           q_a_layernorm        q_b_proj              query: plain part, rotary part
@@ -9,11 +10,9 @@ Without q_lora_rank, q_proj replaces q_a_proj and q_b_proj.  The rules of router
 Mistral Small 4 have softmax scores, and its files have all experts of a layer in one tensor.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from sft.hf.families.routed import ROUTER_KEYS, SIGMOID, layer_rules, routed, shared_width
+from sft.hf.families.routed import ROUTER_KEYS, SIGMOID, dense_layers, layer_rules, routed, shared_width
 from sft.hf.families.rules import (
     DEFAULTS,
     KEYS,
@@ -30,7 +29,7 @@ from sft.hf.model_keys import Computed
 from sft.hf.tensor_view import LAYER, View
 
 _OURS = "decoder.layers.self_attention"
-_KINDS, _LATENT = "mlp_layer_types", "latent_attention"
+_LATENT = "latent_attention"
 _NAMES = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 LATENT_KEYS = {
     **{key: name for key, name in KEYS.items() if key not in ("head_dim", "num_query_groups")},
@@ -75,24 +74,10 @@ def mistral4_rules(model: str = "model", head: str = "lm_head.weight") -> tuple[
     )
 
 
-def _num_dense(content: Mapping[str, Any]) -> int:
-    """The number of layers without experts, which must come first: ["dense", "sparse", "sparse"] -> 1"""
-    kinds, count = content.get(_KINDS), content.get("num_hidden_layers")
-    if kinds is None:
-        return 1
-    number = kinds.count("dense") if isinstance(kinds, list) else 0
-    if not isinstance(kinds, list) or kinds != ["dense"] * number + ["sparse"] * (len(kinds) - number):
-        raise ValueError(f"{_KINDS} is not a list of dense layers and then sparse ones")
-    if len(kinds) != count:
-        raise ValueError(f"{_KINDS} has {len(kinds)} entries, but num_hidden_layers = {count}")
-    return number
+def _layers(model: str = "model", head: str = "lm_head.weight") -> tuple[Rule, ...]:
+    return (*outer(model, head), *latent_attention(model), *routed(model))
 
 
-def _layer_types(number: int, count: int) -> dict[str, Any]:
-    return {_KINDS: ["dense"] * number + ["sparse"] * (count - number)}
-
-
-DENSE_FIRST = Computed(_KINDS, _num_dense, _layer_types)
 # num_key_value_heads has no effect: kv_b_proj has keys and values for every head.
 LATENT_GROUPS = Computed("num_attention_heads", lambda content: content.get("num_attention_heads"))
 _SIZES = {"qk_rope_head_dim": 64, "kv_lora_rank": 512, "rope_interleave": True, "norm_topk_prob": True}
@@ -100,7 +85,7 @@ _SIZES = {"qk_rope_head_dim": 64, "kv_lora_rank": 512, "rope_interleave": True, 
 _DEEPSEEK = Family(
     model_type="deepseek_v3",  # Moonlight, too
     class_name="DeepseekV3ForCausalLM",
-    rules=(*outer(), *latent_attention(), *routed()),
+    rules=_layers(),
     implied=LATENT_IMPLIED,
     keys={**LATENT_KEYS, **ROUTER_KEYS},
     computed={"num_query_groups": LATENT_GROUPS, "moe.shared_ffn_hidden_size": shared_width(2048)},
@@ -168,6 +153,18 @@ MISTRAL4 = Family(
 LATENT = (
     _DEEPSEEK,
     replace(_DEEPSEEK, model_type="kimi_k2"),  # transformers has no such type; its files name the class of DeepSeek
+    # Kimi-K2.5, 2.6 and later: Kimi-K2 beside a vision tower.
+    replace(
+        _DEEPSEEK,
+        model_type="kimi_k25",
+        class_name="Kimi_K25ForConditionalGeneration",
+        rules=_layers("language_model.model", "language_model.lm_head.weight"),
+        defaults={**_DEEPSEEK.defaults, "tie_word_embeddings": True},
+        text_config="required",
+        passed_through=("vision_tower.*", "mm_projector.*"),
+        has_mtp_layers=False,
+        mtp=None,
+    ),
     Family(
         model_type="glm4_moe_lite",
         class_name="Glm4MoeLiteForCausalLM",
@@ -177,7 +174,7 @@ LATENT = (
         computed={
             "num_query_groups": LATENT_GROUPS,
             "moe.shared_ffn_hidden_size": shared_width(1536),
-            "moe.dense_layers": DENSE_FIRST,
+            "moe.dense_layers": dense_layers(),
         },
         aliases={"n_routed_experts": "num_local_experts"},
         defaults={

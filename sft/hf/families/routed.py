@@ -1,11 +1,14 @@
-"""Declares families whose routers have sigmoid scores and a correction bias: GLM-4.5 to 4.7, and MiniMax-M2.
+"""Declares families whose routers have sigmoid scores and a correction bias.
 
-    model_type   shared expert   dense first layers   norms on queries and keys
-    glm4_moe     yes             yes                  per head, in some models
-    minimax_m2   no              no                   across heads
+    model_type   models           shared expert   dense first layers   norms on queries and keys   rotary positions
+    glm4_moe     GLM-4.5 to 4.7   yes             yes                  per head, in some models    half of each head
+    minimax_m2   MiniMax-M2       no              no                   across heads                half of each head
+    solar_open   Solar Open       yes             no                   no                          whole heads
+    hy_v3        Hy3              yes             yes                  per head                    whole heads
+    exaone_moe   K-EXAONE         yes             yes                  per head                    in windows only
 
-Half of each head has rotary positions.  Files of GLM-4.5 have a layer after the model's last one, for multi-token
-prediction.  It is passed through, or trained.
+Files of GLM-4.5 and Hy3 have a layer after the model's last one, for multi-token prediction, and K-EXAONE's have
+tensors `mtp.*`.  They are passed through; those of GLM-4.5 may be trained.
 """
 
 from collections.abc import Mapping
@@ -14,8 +17,10 @@ from typing import Any, Literal
 
 from sft.hf.families.rules import (
     DEFAULTS,
+    EXPERT_KEYS,
     KEYS,
     NEXT_LAYER,
+    NO_BIAS,
     OPTIONS,
     attention,
     correction_bias,
@@ -26,10 +31,12 @@ from sft.hf.families.rules import (
     qkv_bias,
     shared_expert,
 )
+from sft.hf.families.variants import EXAONE_LAYERS
 from sft.hf.family import Family, Rule
 from sft.hf.model_keys import Computed
+from sft.hf.tensor_view import View
 
-_WIDTH, _COUNT = "moe_intermediate_size", "n_shared_experts"
+_WIDTH, _KINDS = "moe_intermediate_size", "mlp_layer_types"
 
 # Keys of `model` -> keys of config.json, for routers like the one of DeepSeek-V3.
 ROUTER_KEYS = {
@@ -52,31 +59,70 @@ def layer_rules(mlp: Literal["dense", "experts"], *rules: Rule) -> tuple[Rule, .
 
 def routed(model: str = "model") -> tuple[Rule, ...]:
     """The rules of a dense MLP in the first layers, and of router, experts and shared expert in the others."""
-    return (
-        *layer_rules("dense", *mlp(model)),
-        *layer_rules(
-            "experts",
-            *experts("mlp", "gate_proj", "up_proj", "down_proj", model),
-            *correction_bias("mlp.gate", model),
-            *shared_expert(name="shared_experts", gate=None, model=model),
-        ),
+    return (*layer_rules("dense", *mlp(model)), *_experts(model))
+
+
+def _experts(model: str = "model") -> tuple[Rule, ...]:
+    return layer_rules(
+        "experts",
+        *experts("mlp", "gate_proj", "up_proj", "down_proj", model),
+        *correction_bias("mlp.gate", model),
+        *shared_expert(name="shared_experts", gate=None, model=model),
     )
 
 
-def shared_width(default: int, count_key: str = _COUNT) -> Computed:
+def _renamed(rules: tuple[Rule, ...], parts: Mapping[str, str]) -> tuple[Rule, ...]:
+    """`rules` for files with other names of tensors.  parts: part of a name -> what the files have in its place"""
+
+    def rename(view: View) -> View:
+        found = [(part, own) for part, own in parts.items() if part in view.name]
+        return replace(view, name=view.name.replace(*found[0])) if found else view
+
+    return tuple(replace(rule, views=tuple(map(rename, rule.views))) for rule in rules)
+
+
+def shared_width(default: int, count: str = "n_shared_experts") -> Computed:
     """A computed value: the width of the shared experts, which are one MLP in our model.
 
     {"moe_intermediate_size": 1408, "n_shared_experts": 2} -> 2816
-    default: the width of an expert if config.json has no moe_intermediate_size; count_key: key of their number
+    default: the width of an expert if config.json has no moe_intermediate_size
+    count: key of the number of shared experts
     """
 
     def read(content: Mapping[str, Any]) -> int:
-        width, count = content.get(_WIDTH, default), content.get(count_key, 1)
-        if type(width) is not int or type(count) is not int or count < 1:
-            raise ValueError(f"{count_key} = {count} with {_WIDTH} = {width} is no shared expert")
-        return width * count
+        width, number = content.get(_WIDTH, default), content.get(count, 1)
+        if type(width) is not int or type(number) is not int or number < 1:
+            raise ValueError(f"{count} = {number} with {_WIDTH} = {width} is no shared expert")
+        return width * number
 
-    return Computed(count_key, read)
+    return Computed(count, read)
+
+
+def dense_layers(key: str | None = None, default: int = 1) -> Computed:
+    """A computed value: the number of layers without experts, which must come first.
+
+    {"mlp_layer_types": ["dense", "sparse", "sparse"]} -> 1
+    key: key of the number if config.json has no mlp_layer_types; None, or no such key: `default`
+    """
+
+    def read(content: Mapping[str, Any]) -> int:
+        kinds, count = content.get(_KINDS), content.get("num_hidden_layers")
+        if kinds is None:
+            number = content.get(key, default) if key else default
+            if type(number) is not int:
+                raise ValueError(f"{key} = {number} is not a number of layers")
+            return number
+        number = kinds.count("dense") if isinstance(kinds, list) else 0
+        if not isinstance(kinds, list) or kinds != ["dense"] * number + ["sparse"] * (len(kinds) - number):
+            raise ValueError(f"{_KINDS} is not a list of dense layers and then sparse ones")
+        if len(kinds) != count:
+            raise ValueError(f"{_KINDS} has {len(kinds)} entries, but num_hidden_layers = {count}")
+        return number
+
+    def write(number: int, count: int) -> dict[str, Any]:
+        return {_KINDS: ["dense"] * number + ["sparse"] * (count - number)}
+
+    return Computed(_KINDS, read, write)
 
 
 ROUTED = (
@@ -154,5 +200,114 @@ ROUTED = (
         rope_fraction=1.0,
         rope_width="rotary_dim",
         has_mtp_layers=True,
+    ),
+    Family(
+        model_type="solar_open",
+        class_name="SolarOpenForCausalLM",
+        rules=(*outer(), *attention(), *qkv_bias(needs="qkv_bias"), *_experts()),
+        implied={**SIGMOID, "qk_norm": False},
+        keys={
+            **{**KEYS, "ffn_hidden_size": _WIDTH},  # there are no dense layers
+            **{key: name for key, name in ROUTER_KEYS.items() if key != "moe.dense_layers"},
+            "qkv_bias": "attention_bias",
+        },
+        computed={"moe.shared_ffn_hidden_size": shared_width(1280)},
+        aliases={"n_routed_experts": "num_local_experts"},
+        defaults={
+            **DEFAULTS,
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rope_theta": 1e6,
+            "attention_bias": False,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 8,
+            _WIDTH: 1280,
+            "norm_topk_prob": True,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.0,
+        },
+        options={**OPTIONS, "use_qk_norm": (False,), "first_k_dense_replace": (0,)},
+        rope_fraction=1.0,
+    ),
+    Family(
+        model_type="hy_v3",
+        class_name="HYV3ForCausalLM",
+        rules=(
+            *outer(),
+            *attention(),
+            *qk_norm(),
+            *_renamed(
+                routed(),
+                {
+                    "mlp.gate.weight": "mlp.router.gate.weight",
+                    "gate.e_score_correction_bias": "expert_bias",
+                    "shared_experts": "shared_mlp",
+                },
+            ),
+        ),
+        implied={**SIGMOID, "qkv_bias": False, "qk_norm": True, "moe.normalize_top_k": True},
+        keys={
+            **{key: name for key, name in {**KEYS, **EXPERT_KEYS}.items() if key != "moe.normalize_top_k"},
+            "moe.scaling_factor": "router_scaling_factor",
+        },
+        computed={
+            "moe.shared_ffn_hidden_size": shared_width(1536, "num_shared_experts"),
+            "moe.dense_layers": dense_layers(),
+        },
+        aliases={"num_experts": "num_local_experts"},
+        defaults={
+            **DEFAULTS,
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rope_theta": 11158840.0,
+            "num_experts": 192,
+            "num_experts_per_tok": 8,
+            _WIDTH: 1536,
+            "router_scaling_factor": 2.826,
+        },
+        options={
+            **{**OPTIONS, **NO_BIAS, "mlp_bias": (False,)},
+            **dict.fromkeys(("qk_norm", "route_norm", "moe_router_use_sigmoid"), (True,)),
+            "moe_router_enable_expert_bias": (True,),
+        },
+        has_mtp_layers=True,
+    ),
+    Family(
+        model_type="exaone_moe",
+        class_name="ExaoneMoeForCausalLM",
+        rules=(
+            *outer(),
+            *attention(),
+            *qk_norm(),
+            *_renamed(routed(), {"gate.e_score_correction_bias": "e_score_correction_bias"}),
+        ),
+        implied={**SIGMOID, "qkv_bias": False, "qk_norm": True},
+        keys={
+            **KEYS,
+            **{key: name for key, name in ROUTER_KEYS.items() if key != "moe.dense_layers"},
+            "moe.num_experts": "num_experts",
+        },
+        computed={
+            **EXAONE_LAYERS,
+            "moe.shared_ffn_hidden_size": shared_width(1024, "num_shared_experts"),
+            "moe.dense_layers": dense_layers("first_k_dense_replace"),
+        },
+        defaults={
+            **DEFAULTS,
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 32,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            _WIDTH: 1024,
+            "norm_topk_prob": True,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.5,
+        },
+        options=OPTIONS,
+        passed_through=("mtp.*",),
     ),
 )

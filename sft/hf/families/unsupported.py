@@ -132,7 +132,6 @@ _MISSING: dict[str, tuple[str, str]] = {
     "recurrent_gemma": ("recurrent layers of its own kind (RG-LRU)", "gemma2"),
     "rwkv": ("recurrent layers of its own kind", "llama"),
     "smolvlm": (_TOWER, "llama"),
-    "solar_open": (_TABLE, "glm4_moe"),
     "stablelm": ("LayerNorm, and rotary positions on a part of each head", "llama"),
     "starcoder2": (_BIASED, "llama"),
     "xlstm": ("recurrent layers of its own kind", "llama"),

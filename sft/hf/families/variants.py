@@ -81,6 +81,13 @@ def _window_of_no_layer(skipped: list[int], count: int) -> dict[str, Any]:
     return {"sliding_window": _EXAONE_WINDOW} if len(skipped) == count else {}
 
 
+# In EXAONE 4 and K-EXAONE, layers have a window and rotary positions, or neither.
+EXAONE_LAYERS = {
+    **_EXAONE_WINDOWS,
+    "rope.skip_layers": Computed("layer_types", _layers_without_rotation, _window_of_no_layer),
+}
+
+
 VARIANTS = (
     Family(
         model_type="granite",
@@ -183,10 +190,7 @@ VARIANTS = (
         rules=(*outer(), *attention(norm=None), *mlp(norm=None), *output_norms(), *qk_norm()),
         implied={**LLAMA_DENSE, "norm_placement": "post", "qk_norm": True},
         keys=KEYS,
-        computed={
-            **_EXAONE_WINDOWS,
-            "rope.skip_layers": Computed("layer_types", _layers_without_rotation, _window_of_no_layer),
-        },
+        computed=EXAONE_LAYERS,
         defaults={**DEFAULTS, "rms_norm_eps": 1e-5, "num_key_value_heads": 32},
         options=OPTIONS,
     ),

@@ -8,7 +8,7 @@ from typing import Any
 
 from sft.hf.families.latent import MISTRAL4, mistral4_rules
 from sft.hf.families.llama import LLAMA_LIKE
-from sft.hf.families.rules import DEFAULTS, attention, mlp, outer, qk_norm, qkv_bias, stacked_experts
+from sft.hf.families.rules import DEFAULTS, attention, mlp, outer, output_norms, qk_norm, qkv_bias, stacked_experts
 from sft.hf.families.variants import VARIANTS
 from sft.hf.family import Family
 
@@ -84,6 +84,17 @@ VISION: tuple[Family, ...] = (
             "moe_intermediate_size": 1408,
         },
         **_QWEN3_VL,
+    ),
+    replace(
+        _TEXT["exaone4"],
+        model_type="exaone4_5",
+        class_name="Exaone4_5_ForConditionalGeneration",
+        rules=(
+            *(*outer(_INNER), *attention(_INNER, norm=None), *mlp(_INNER, norm=None)),
+            *(*output_norms(_INNER), *qk_norm(_INNER)),
+        ),
+        text_config="required",
+        passed_through=("model.visual.*", "mtp.*"),
     ),
     replace(_TEXT["mistral"], text_type="mistral", **_MISTRAL3),
     replace(_TEXT["ministral3"], text_type="ministral3", **_MISTRAL3),

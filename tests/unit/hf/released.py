@@ -86,11 +86,41 @@ SIZES: dict[str, dict[str, Any]] = {
         **{"num_experts": 60, "num_experts_per_tok": 4},
         **{"use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 21},
     },
+    "solar_open_100b": {
+        "model_type": "solar_open",
+        **_sizes(48, 4096, 10240, 64, 8, 196608),
+        **{"head_dim": 128, "rms_norm_eps": 1e-5, "first_k_dense_replace": 0, "use_qk_norm": False},
+        **{"moe_intermediate_size": 1280, "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8},
+        **{"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0},
+        **{"rope_theta": 1e6, "partial_rotary_factor": 1.0},
+        "rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 65536},
+    },
+    "hy3": {
+        "model_type": "hy_v3",
+        **_sizes(80, 4096, 13312, 64, 8, 120832),
+        **{"head_dim": 128, "rms_norm_eps": 1e-5, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1},
+        **{"moe_intermediate_size": 1536, "num_experts": 192, "num_shared_experts": 1, "num_experts_per_tok": 8},
+        **{"qk_norm": True, "route_norm": True, "router_scaling_factor": 2.826, "expert_hidden_dim": 1536},
+        **{"moe_router_enable_expert_bias": True, "moe_router_use_sigmoid": True, "enable_moe_fp32_combine": False},
+        "rope_parameters": {"rope_theta": 11158840.0, "rope_type": "default"},
+    },
+    "k_exaone": {  # K-EXAONE-236B-A23B
+        "model_type": "exaone_moe",
+        "architectures": ["ExaoneMoEForCausalLM"],
+        **_sizes(48, 6144, 18432, 64, 8, 153600),
+        **{"head_dim": 128, "rms_norm_eps": 1e-5, "first_k_dense_replace": 1, "sliding_window": 128},
+        **{"moe_intermediate_size": 2048, "num_experts": 128, "num_shared_experts": 1, "num_experts_per_tok": 8},
+        **{"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+        **{"rope_theta": 1e6, "sliding_window_pattern": "LLLG"},
+        "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 12,
+        "mlp_layer_types": ["dense"] + ["sparse"] * 47,
+    },
 }
 
 VISION = (
     *("qwen2_5_vl_7b", "qwen3_vl_8b", "qwen3_vl_30b_a3b", "mistral_small_3_2", "ministral_3_8b", "gemma_3_27b"),
     *("muse_glimmer_30b", "mistral_small_4"),  # their values are the defaults of transformers
+    *("kimi_k2_5", "exaone_4_5_33b"),
 )
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from sft.errors import CheckpointError, ConfigError
-from sft.hf.quantization import scheme_of
+from sft.hf.quantization import Scheme, scheme_of
 from sft.hf.source import open_source
 from tests.unit.fixtures import hf
 from tests.unit.fixtures.hf import Make, tensors
@@ -123,12 +123,14 @@ def test_transformers_reads_the_same_numbers(made: Make) -> None:
         ({**BLOCKS, "weight_block_size": [128]}, "blocks of [128], which are not [rows, columns]"),
         ({**BLOCKS, "zero_point": True}, "quantization_config.zero_point = true is not supported"),
         (compressed("channel", num_bits=4, type="int"), 'weights of num_bits = 4, type = "int", strategy = "channel"'),
-        (  # Kimi K2 Thinking
+        (  # packed integers have a format of their own
             compressed("group", num_bits=4, type="int", group_size=32),
-            'weights of num_bits = 4, type = "int", strategy = "group", which are not supported; fp8 (one scale per',
+            'group_size = 32, symmetric = true in format = "float-quantized", which are not supported; fp8 (one',
         ),
-        (compressed("group", group_size=128), 'strategy = "group", which are not supported'),
-        ({**compressed("channel"), "format": "nvfp4-pack-quantized"}, 'format = "nvfp4-pack-quantized" is not'),
+        (compressed("group", group_size=128), 'strategy = "group", group_size = 128, symmetric = true in format ='),
+        ({**compressed("channel"), "format": "nvfp4-pack-quantized"}, 'in format = "nvfp4-pack-quantized", which are'),
+        ({**compressed("channel"), "format": "marlin-24"}, 'in format = "marlin-24", which are not supported'),
+        (compressed("block", block_structure=[128]), 'strategy = "block", symmetric = true, block_structure = [128]'),
         ({**compressed("channel"), "kv_cache_scheme": {"num_bits": 8}}, 'kv_cache_scheme = {"num_bits": 8} is not'),
         (dict(quant_method="compressed-tensors"), "names no group of weights"),
     ],
@@ -141,11 +143,11 @@ def test_blocks_that_config_json_does_not_name_are_those_of_transformers() -> No
     from transformers import FineGrainedFP8Config
 
     scheme, _ = scheme_of({"quantization_config": {"quant_method": "fp8"}})
-    assert scheme is not None and scheme.block == (128, 128) == tuple(FineGrainedFP8Config().weight_block_size)
+    assert isinstance(scheme, Scheme) and scheme.block == (128, 128) == tuple(FineGrainedFP8Config().weight_block_size)
     assert scheme.dtype == "BF16"
     stored_in_half = {"quantization_config": PER_TENSOR, "torch_dtype": "float16"}
     scheme, _ = scheme_of(stored_in_half)
-    assert scheme is not None and scheme.block is None and scheme.dtype == "F16"
+    assert isinstance(scheme, Scheme) and scheme.block is None and scheme.dtype == "F16"
 
 
 def damage(source: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> str:

@@ -14,7 +14,7 @@ from tests.unit.hf import released
 PAGE = Path(__file__).parents[3] / "docs/reference/models.md"
 # Here the widths of heads decide, or transformers has no such type.
 RELEASED = {"deepseek_v3": "deepseek_v3", "kimi_k2": "kimi_k2", "glm4_moe_lite": "glm_4_7_flash"}
-RELEASED |= {"mistral4": "mistral_small_4 text"}
+RELEASED |= {"mistral4": "mistral_small_4 text", "kimi_k25": "kimi_k2_5"}
 REFUSED_BY_LORA = {
     "the files of this model hold all experts in one tensor": "experts in one tensor",
     "megatron-core multiplies with this weight outside of a linear layer": "`shared_expert_gate`",

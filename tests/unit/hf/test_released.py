@@ -70,6 +70,10 @@ VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         "rope": RopeConfig(base=5e4, interleaved=True, factor=64, beta_fast=1.0, beta_slow=1.0, **LATENT_YARN),
         **{"moe.num_experts": 384, "moe.num_groups": 1, "moe.scaling_factor": 2.827},
     }),
+    (config("kimi_k2_5"), {
+        "rope": RopeConfig(base=5e4, interleaved=True, factor=64, beta_fast=32.0, beta_slow=1.0, **LATENT_YARN),
+        **{"moe.num_experts": 384, "moe.scaling_factor": 2.827, "num_layers": 61, "tie_embeddings": False},
+    }),
     (config("moonlight_16b_a3b"), {  # queries have no latent; two shared experts are stored as one of twice the width
         "latent_attention": LatentAttentionConfig(kv_lora_rank=512),
         "rope": RopeConfig(base=5e4, interleaved=True),
@@ -105,6 +109,31 @@ VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (config("minimax_m2"), {  # half of each head is rotated; the file gives it as a number of elements
         "moe": MoeConfig(num_experts=256, **SIGMOID),
         **dict(rotary_dim=64, qk_norm_across_heads=True, resolved_expert_ffn=1536),
+    }),
+    (config("solar_open_100b"), {
+        "moe": MoeConfig(num_experts=128, ffn_hidden_size=1280, shared_ffn_hidden_size=1280, **SIGMOID),
+        **{"qkv_bias": False, "attention_output_bias": False, "qk_norm": False, "rotary_dim": 128},
+        "rope": RopeConfig(base=1e6, scaling="yarn", factor=2.0, original_max_position=65536),
+    }),
+    (config("hy3"), {  # its block for multi-token prediction is passed through
+        "moe": MoeConfig(
+            num_experts=192, ffn_hidden_size=1536, shared_ffn_hidden_size=1536, dense_layers=1, scaling_factor=2.826,
+            **SIGMOID,
+        ),
+        **{"qk_norm": True, "qkv_bias": False, "rope": RopeConfig(base=11158840.0), "tie_embeddings": False},
+    }),
+    (config("k_exaone"), {  # layers without a window have no rotary positions
+        "moe": MoeConfig(
+            num_experts=128, ffn_hidden_size=2048, shared_ffn_hidden_size=2048, dense_layers=1, scaling_factor=2.5,
+            **SIGMOID,
+        ),
+        **dict(sliding_window=128, sliding_window_layers=[number for number in range(1, 49) if number % 4]),
+        **dict(rope=RopeConfig(base=1e6, skip_layers=[number for number in range(4, 49, 4)]), norm_placement="pre"),
+    }),
+    (config("k_exaone", mlp_layer_types=..., first_k_dense_replace=2), {"moe.dense_layers": 2}),
+    (config("exaone_4_5_33b"), {
+        **dict(num_layers=64, hidden_size=5120, norm_placement="post", qk_norm=True, sliding_window=4096),
+        **{"rope.skip_layers": list(range(4, 65, 4)), "rope.scaling": "llama3", "tie_embeddings": False},
     }),
     (config("qwen2_5_vl_7b"), {  # all keys are at the top level; text has plain positions
         **dict(num_layers=28, hidden_size=3584, ffn_hidden_size=18944, vocab_size=152064, num_attention_heads=28),
@@ -206,6 +235,9 @@ PARAMETERS: dict[str, tuple[Any, Any]] = {
     "glm_4_6": (ANY, approx(32e9, rel=0.12)),
     "minimax_m2": (ANY, approx(10e9, rel=0.12)),
     **dict.fromkeys((*SIZES, "ministral_3_8b text"), (ANY, ANY)),
+    "solar_open_100b": (approx(102.6e9, rel=0.01), approx(12e9, rel=0.03)),
+    "hy3": (approx(295e9, rel=0.01), approx(21e9, rel=0.03)),
+    "k_exaone": (approx(236e9, rel=0.01), approx(23e9, rel=0.05)),
 }
 
 
@@ -304,6 +336,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("glm_4_5_air", {"n_shared_experts": 0}, "n_shared_experts = 0 with moe_intermediate_size = 1408 is no shared"),
     ("glm_4_5_air", {"n_group": 3}, "num_groups) does not cut 128 experts into groups of two or more"),
     ("glm_4_5_air", {"first_k_dense_replace": 46}, "leaves no layer of 46 for experts"),
+    ("solar_open_100b", {"first_k_dense_replace": 1}, "first_k_dense_replace = 1 is not supported, only 0"),
+    ("hy3", {"route_norm": False}, "route_norm = false is not supported, only true"),
+    ("hy3", {"mlp_bias": True}, "mlp_bias = true is not supported"),
+    ("k_exaone", {"mlp_layer_types": ["sparse"] + ["dense"] * 47}, "is not a list of dense layers and then"),
+    ("k_exaone", {"mlp_layer_types": None, "first_k_dense_replace": None}, "first_k_dense_replace = None is not a"),
+    ("k_exaone", {"layer_types": None}, "sliding_window_pattern = LLLG is not supported without layer_types"),
+    ("k_exaone", {"architectures": 5}, "architectures = 5, but only ExaoneMoeForCausalLM is supported"),
     ("minimax_m2", {"scoring_func": "softmax"}, 'scoring_func = "softmax" is not supported'),
     ("granite_3_3_8b", {"attention_multiplier": None}, "attention_multiplier is missing"),
     ("granite_3_3_8b", {"logits_scaling": 0.0}, "logits_scaling = 0.0 (logits_scaling) input should be greater than 0"),

@@ -61,11 +61,11 @@ def test_what_no_model_reads_comes_back_too(made: Make, tmp_path: Path, extra: s
     assert same(tensors(source), there_and_back(source, tmp_path))
 
 
-@pytest.mark.parametrize("family", [*hf.LINEAR_FAMILIES[:3], "nemotron_h", *hf.MTP_FAMILIES])
+@pytest.mark.parametrize("family", sorted({*hf.LINEAR_FAMILIES[:3], "nemotron_h", *hf.MTP_FAMILIES} - {"solar_open"}))
 def test_mtp_comes_back_as_it_was(made: Make, tmp_path: Path, family: str) -> None:
     """Tensors of a layer that no model trains, one of them of another type, are counted and stay unchanged."""
     mtp = {"mtp.fc.weight": torch.randn(32, 64), "mtp.layers.0.mlp.gate.weight": torch.randn(4, 32).bfloat16()}
-    if family in hf.MTP_FAMILIES:  # one layer more than the two of the model
+    if family in hf.MTP_FAMILIES and family != "exaone_moe":  # one layer more than the two of the model
         block = {"eh_proj.weight": torch.randn(32, 64), "mlp.gate.e_score_correction_bias": torch.randn(8)}
         block |= {
             "embed_tokens.weight": torch.randn(301, 32).bfloat16(),

@@ -25,6 +25,8 @@ CASES = [
     ("qwen3_5", False, torch.bfloat16),
     ("muse_glimmer", True, torch.bfloat16),
     ("qwen3_5_moe", False, torch.float32),
+    ("kimi_k25", False, torch.bfloat16),
+    ("exaone4_5", True, torch.float32),
 ]
 
 

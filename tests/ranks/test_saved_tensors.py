@@ -117,6 +117,11 @@ def bytes_kept(overrides: Sequence[str], num_layers: int) -> int:
         # fp32 scales of the gated norm 16; the bytes outside of attention of the first case without recomputation;
         # output of the gated norm 256
         ([DELTA, "train.recompute=none"], 260 + 656 + 384 + 56 + 256 + 16 + 256 + 4 + 256 + 768 + 384 + 384 + 384),
+        # the last case, and beta of 4 heads before its factor
+        (
+            [DELTA.replace("}", ", beta_factor: 2.0}"), "train.recompute=none"],
+            260 + 656 + 384 + 56 + 256 + 16 + 256 + 4 + 256 + 768 + 384 + 384 + 384 + 8,
+        ),
         # latent attention: 2 x 24 (latent and rotary key); 8 queries of 12 (192), output 8 x 10 (160), log-sum-exp 32;
         # both latents before their norms, 2 x 16 and 2 x 20, each with an fp32 scale of 4
         ([*LATENT, "train.recompute=selective"], 260 + 48 + 192 + 160 + 32 + 36 + 44),

@@ -125,6 +125,11 @@ def bytes_kept(overrides: Sequence[str], num_layers: int) -> int:
         # fp32 scales of the gated norm 16; the bytes outside of attention of the first case without recomputation;
         # output of the gated norm 256
         ([DELTA, "train.recompute=none"], 260 + 656 + 384 + 56 + 256 + 16 + 256 + 4 + 256 + 768 + 384 + 384 + 384),
+        # the last case, and beta of 4 heads before its factor
+        (
+            [DELTA.replace("}", ", beta_factor: 2.0}"), "train.recompute=none"],
+            260 + 656 + 384 + 56 + 256 + 16 + 256 + 4 + 256 + 768 + 384 + 384 + 384 + 8,
+        ),
         # decays of channels, 4 x 16 (64): projections of q and k 256, v and z 512, beta 8, decays 128; q, k, v 512;
         # decays 64 x 12; the rest as above
         ([KIMI, "train.recompute=none"], 260 + 904 + 512 + 768 + 8 + 256 + 16 + 256 + 4 + 256 + 768 + 384 + 384 + 384),

@@ -7,6 +7,7 @@ from tests.builders import RECIPE, parsed, refusal_lines
 
 WINDOW = "model.sliding_window=8"
 WINDOWS = ["model.sliding_window=16", "model.sliding_window_layers=[1]", "model.value_norm=true"]
+LINEAR = ["model.linear_attention={layers: [1], num_key_heads: 2, num_value_heads: 2, norm_placement: pre}"]
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,8 @@ WINDOWS = ["model.sliding_window=16", "model.sliding_window_layers=[1]", "model.
         (["model.final_norm_zero_centered=false"], "final_norm_zero_centered.*needs norm_placement = both"),
         (["model.output_norm_epsilon=1e-8"], "output_norm_epsilon.*has no effect with norm_placement = pre"),
         (["model.embedding_norm=true", "model.embedding_multiplier=2"], "embedding_norm.*embedding_multiplier"),
+        ([*LINEAR, "model.norm_placement=both"], "linear_attention.norm_placement.*norm_placement = both"),
+        (["model.linear_attention.beta_factor=3"], "beta_factor.*of at most 2.0"),
         (["model.moe.shared_ffn_hidden_size=8"], "has no effect without model.moe.num_experts"),
         (["model.moe.router_bias=true"], "router_bias.*has no effect without model.moe.num_experts"),
         (["model.sliding_window_layers=[1]"], "model.sliding_window_layers.*has no effect without sliding_window"),

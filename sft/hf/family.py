@@ -189,7 +189,7 @@ class Family:
     def fixed(self) -> dict[str, Any]:
         """Keys of `model.*` that are equal in all models of the family, and their values."""
         own = {*self.keys, *self.computed, *(f"rope.{name}" for name in self.rope_keys.values())}
-        own |= {"rope.window_base"} if self.rope_by_layer_type else set()
+        own |= {"rope.window_base", "rope.window_fraction"} if self.rope_by_layer_type else set()
         own |= {"rope.fraction"} if self.rope_fraction is not None else set()
         own |= {"rope.mscale_all_dim"} if self.has_latents else set()
         return {key: value for key, value in {**PLAIN, **self.implied}.items() if key not in own}

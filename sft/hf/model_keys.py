@@ -27,7 +27,8 @@ PLAIN: dict[str, Any] = {
     key: leaves()[f"model.{key}"].default
     for key in (
         *("norm_placement", "norm_zero_centered", "qk_norm_across_heads", "value_norm", "layer_scalar"),
-        *(f"full_attention.{name}" for name in ("head_dim", "num_query_groups", "keys_as_values")),
+        *(f"full_attention.{name}" for name in ("head_dim", "num_attention_heads", "num_query_groups")),
+        *("full_attention.sinks", "full_attention.keys_as_values", "value_head_dim", "value_multiplier"),
         *("sliding_window", "sliding_window_layers", "attention_softcap"),
         *("activation", "activation_limit", "activation_alpha"),
         *("attention_sinks", "attention_output_bias", "mlp_bias", "moe.router_bias"),
@@ -37,7 +38,7 @@ PLAIN: dict[str, Any] = {
         *("moe.shared_ffn_hidden_size", "moe.shared_gate", "moe.own_norms", "moe.score_function", "moe.scaling_factor"),
         *("moe.num_groups", "moe.top_groups", "moe.correction_bias", "moe.dense_layers"),
         *("rope.fraction", "rope.skip_layers", "rope.query_scale_beta", "attention_output_gate", "rope.window_base"),
-        *("rope.interleaved", "rope.mscale_all_dim"),
+        *("attention_head_gate", "rope.window_fraction", "rope.interleaved", "rope.mscale_all_dim"),
         *(f"{name}.{section.switch}" for name, section in MIXER_SECTIONS.items()),
     )
 }

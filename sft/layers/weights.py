@@ -10,6 +10,7 @@ Letters stand for the sizes in a shape.  The file of a mixer explains the letter
     v vocabulary    h hidden size    f MLP width    x experts    e width of an expert's MLP
     q query heads * head width    k key heads * head width    d head width    s width of the shared expert    1 one
     P rows of the projection to queries, their gates, keys and values
+    w key heads * width of a value    O query heads * width of a value
     a query heads    g key heads    X experts, as the axis of a tensor that has a matrix or a vector for each expert
 """
 
@@ -18,6 +19,7 @@ from functools import lru_cache
 
 from sft.config import ModelConfig
 from sft.layers.mixers import MIXERS
+from sft.layers.mixers.softmax import qkv_rows
 from sft.layers.mlps import MLPS
 from sft.layers.weight import LayerWeight, has_output_norms
 
@@ -66,7 +68,9 @@ def sizes_of(model: ModelConfig, vocab_size: int = 0) -> dict[str, int]:
         "e": model.resolved_expert_ffn,
         "q": queries,
         "k": keys,
-        "P": queries * (1 + model.attention_output_gate) + keys * model.full_attention.num_kv_projections,
+        "w": model.resolved_query_groups * model.resolved_value_head_dim,
+        "O": model.num_attention_heads * model.resolved_value_head_dim,
+        "P": qkv_rows(model),
         "d": model.resolved_head_dim,
         "a": model.num_attention_heads,
         "g": model.resolved_query_groups,

@@ -33,11 +33,11 @@ def attention(model: str = "model", norm: str | None = "input_layernorm") -> tup
             (
                 View(f"{layer}.self_attn.q_proj.weight", "q h"),
                 View(f"{layer}.self_attn.k_proj.weight", "k h"),
-                View(f"{layer}.self_attn.v_proj.weight", "k h"),
+                View(f"{layer}.self_attn.v_proj.weight", "w h"),
             ),
             "groups",
         ),
-        Rule(f"{_OURS}.self_attention.linear_proj.weight", (View(f"{layer}.self_attn.o_proj.weight", "h q"),)),
+        Rule(f"{_OURS}.self_attention.linear_proj.weight", (View(f"{layer}.self_attn.o_proj.weight", "h O"),)),
     )
 
 
@@ -64,7 +64,7 @@ def gated_attention(model: str = "model") -> tuple[Rule, ...]:
 
 def joint_attention() -> tuple[Rule, ...]:
     """The rules of `attention`, for files that store queries, keys and values as one tensor."""
-    qkv = tuple(View(f"model.layers.{LAYER}.self_attn.qkv_proj.weight", "q+k+k h", part) for part in range(3))
+    qkv = tuple(View(f"model.layers.{LAYER}.self_attn.qkv_proj.weight", "q+k+w h", part) for part in range(3))
     norm, _, output = attention()
     return (norm, Rule(f"{_OURS}.self_attention.linear_qkv.weight", qkv, "groups"), output)
 
@@ -77,7 +77,7 @@ def qkv_bias(model: str = "model", *, needs: str = "") -> tuple[Rule, ...]:
             (
                 View(f"{layer}.q_proj.bias", "q"),
                 View(f"{layer}.k_proj.bias", "k"),
-                View(f"{layer}.v_proj.bias", "k"),
+                View(f"{layer}.v_proj.bias", "w"),
             ),
             "groups",
             needs=needs,
@@ -90,9 +90,10 @@ def attention_output_bias(*, needs: str = "") -> tuple[Rule, ...]:
     return (Rule(f"{_OURS}.self_attention.linear_proj.bias", (bias,), needs=needs),)
 
 
-def sinks() -> tuple[Rule, ...]:
-    name = f"model.layers.{LAYER}.self_attn.sinks"
-    return (Rule(f"{_OURS}.self_attention.core_attention.softmax_offset", (View(name, "a"),)),)
+def sinks(name: str = "sinks", kind: LayerKind | None = None) -> tuple[Rule, ...]:
+    """The rule of sinks.  name: of the tensor in files; kind: kind of the layers with sinks; None: all"""
+    view = View(f"model.layers.{LAYER}.self_attn.{name}", "a")
+    return (Rule(f"{_OURS}.self_attention.core_attention.softmax_offset", (view,), kind=kind),)
 
 
 def optional_biases() -> tuple[Rule, ...]:

@@ -49,7 +49,7 @@ def all_but_every(
 
 
 def _computed(
-    has_window: Callable[[Mapping[str, Any], int], bool], switch: str | None = None, default: int = 4096
+    has_window: Callable[[Mapping[str, Any], int], bool], switch: str | None = None, default: int | None = 4096
 ) -> dict[str, Computed]:
     """The computed keys sliding_window and sliding_window_layers.
 

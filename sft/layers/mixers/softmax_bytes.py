@@ -44,6 +44,13 @@ def has_flash(model: ModelConfig) -> bool:
     return model.attention_softcap is None and model.resolved_head_dim <= MAX_FLASH_HEAD
 
 
+def head_elements(model: ModelConfig, rank: RankShare) -> tuple[float, float, float, float]:
+    """Elements per token of the queries, keys, values and outputs on this rank."""
+    heads, groups = model.num_attention_heads / rank.tp, model.resolved_query_groups / rank.tp
+    keys, values = model.resolved_head_dim, model.resolved_value_head_dim
+    return heads * keys, groups * keys, groups * values, heads * values
+
+
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxBytes(MixerBytes):
     """The bytes that the portable and the te backend share."""
@@ -55,22 +62,24 @@ class SoftmaxBytes(MixerBytes):
 
     @property
     def saved(self) -> dict[str, float]:
-        queries, pairs = (self.rank.width * numbers for numbers in (self.queries, self.pairs))
-        projected = pairs * self.model.full_attention.num_kv_projections / 2
+        queries, keys, values, outputs = (self.rank.width * x for x in head_elements(self.model, self.rank))
+        heads, by_head = self.model.num_attention_heads / self.rank.tp, self.model.attention_head_gate
         # On a GPU the product with the gate is compiled, and its backward computes the fp32 gate again.
         gate = (self.rank.width if self.rank.is_fused else FP32) * self.queries
+        if by_head:  # in fp32 and as a factor, which in fp32 is the sigmoid itself
+            gate = heads * (FP32 + self.rank.width * (by_head == "softplus" or self.rank.width < FP32))
         return {
-            "queries, keys, values": queries + projected,
-            "attention's output": queries * self.num_saved_outputs,
-            "log-sum-exp": FP32 * self.model.num_attention_heads / self.rank.tp,
-            **({GATED: gate + queries} if self.model.attention_output_gate else {}),
+            "queries, keys, values": queries + keys + values * self.model.full_attention.projects_values,
+            "attention's output": outputs * self.num_saved_outputs,
+            "log-sum-exp": FP32 * heads,
+            **({GATED: gate + outputs} if self.model.attention_output_gate or by_head else {}),
         }
 
     @property
     def norm_outputs(self) -> dict[str, float]:
         normed = {
-            "normed queries and keys": (self.queries + self.pairs / 2) * self.model.qk_norm,
-            "normed values": self.pairs / 2 * self.model.value_norm,
+            "normed queries and keys": (self.queries + self.keys) * self.model.qk_norm,
+            "normed values": (self.pairs - self.keys) * self.model.value_norm,
         }
         return {name: self.rank.width * numbers for name, numbers in normed.items() if numbers}
 
@@ -94,23 +103,30 @@ class SoftmaxBytes(MixerBytes):
     @property
     def queries(self) -> float:
         """Elements per token of the queries on this rank."""
-        return self.model.num_attention_heads * self.model.resolved_head_dim / self.rank.tp
+        return head_elements(self.model, self.rank)[0]
+
+    @property
+    def keys(self) -> float:
+        """Elements per token of the keys on this rank."""
+        return head_elements(self.model, self.rank)[1]
 
     @property
     def pairs(self) -> float:
         """Elements per token of the keys and values on this rank."""
-        return 2 * self.model.resolved_query_groups * self.model.resolved_head_dim / self.rank.tp
+        return sum(head_elements(self.model, self.rank)[1:3])
 
     @property
     def unsummed(self) -> float:
         """Elements per token of the gradients of keys and values for each query head.  The kernel then sums them over
         the query heads of a key head.  0 if each query head has its own key head."""
-        return 2 * self.queries if self.model.num_attention_heads > self.model.resolved_query_groups else 0.0
+        queries, _, _, outputs = head_elements(self.model, self.rank)
+        return queries + outputs if self.model.num_attention_heads > self.model.resolved_query_groups else 0.0
 
     @property
     def rotated(self) -> float:
         """Bytes per token of rotated queries and keys, and of the gradients of output and queries."""
-        return self.rank.width * (3 * self.queries + self.pairs / 2)
+        queries, keys, _, outputs = head_elements(self.model, self.rank)
+        return self.rank.width * (2 * queries + outputs + keys)
 
 
 class _Kernel(NamedTuple):
@@ -122,6 +138,7 @@ class _Kernel(NamedTuple):
     is_unsummed   it holds the gradients of keys and values for each query head, before it sums them per key head
     copies_views  with several head groups, it copies the queries, keys and values of a group
     starts_all_blocks  it starts as many blocks for each sequence as for the longest (sft/parallel/length_classes.py)
+    pads_values   it needs values as wide as keys; copies of values, outputs and their gradients are padded
     """
 
     is_flash: bool = True
@@ -130,11 +147,12 @@ class _Kernel(NamedTuple):
     is_unsummed: bool = False
     copies_views: bool = False
     starts_all_blocks: bool = False
+    pads_values: bool = False
 
 
 _PLAIN = _Kernel(is_flash=False)
 # FlashAttention-4 may run instead, and takes no more memory.
-_FLASH2 = _Kernel(sums_queries=True, is_unsummed=True, starts_all_blocks=True)
+_FLASH2 = _Kernel(sums_queries=True, is_unsummed=True, starts_all_blocks=True, pads_values=True)
 _FLASH4 = _Kernel(sums_queries=True, sums_pairs=True)
 _FFPA = _Kernel(copies_views=True)
 
@@ -170,6 +188,10 @@ class PortableBytes(SoftmaxBytes):
         model = self.model
         if self.kernel is None:
             return max((replace(self, kernel=kernel)._working(pack) for kernel in self._kernels), key=sum)
+        if self._kernel.pads_values and model.value_head_dim is not None and not model.latent_attention.is_used:
+            padded = replace(self, model=model.model_copy(update={"value_head_dim": None}))
+            local, gathered = padded._working(pack)  # by the source; not measured on a GPU
+            return local + self.rank.width * 2 * self.queries * pack / self.rank.cp, gathered
         kinds = {model.kind_of(number + 1) for number in range(model.num_layers + model.has_mtp)}
         full, window = "full attention" in kinds, "window attention" in kinds
         return max([self._full_layer(pack)] * full + [self._window_layer(pack)] * window, key=sum)

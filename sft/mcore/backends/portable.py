@@ -77,14 +77,15 @@ class PortableAttention(OwnWeights):
     ) -> None:
         super().__init__()
         self.kind = model.kind_of(layer_number)
+        own = model_of_kind(model, self.kind)
         self.rotates = layer_number not in model.rope.skip_layers
         self.has_own_base = self.kind == "window attention" and model.rope.window_base is not None
         is_scaled = self.rotates and not self.has_own_base
-        self.scale = softmax_scale if is_scaled else rope.plain_scale(model_of_kind(model, self.kind))
+        self.scale = softmax_scale if is_scaled else rope.plain_scale(own)
         self.tp_group = pg_collection.tp
         self.softmax_offset = None  # core's name for the scores of sinks
-        if model.attention_sinks:
-            num_heads = model.num_attention_heads // self.tp_group.size()
+        if own.attention_sinks:
+            num_heads = own.num_attention_heads // self.tp_group.size()
             self.softmax_offset = torch.nn.Parameter(torch.empty(num_heads, dtype=config.params_dtype))
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 

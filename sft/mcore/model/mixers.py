@@ -18,7 +18,7 @@ from sft.mcore.backend import AttentionBackend, PackedDocuments
 from sft.mcore.latent_attention import multi_latent_attention
 from sft.mcore.model import gated_delta_net
 from sft.mcore.model.head_chunks import with_head_chunks
-from sft.mcore.model.own_heads import with_own_heads
+from sft.mcore.model.own_heads import needs_own_heads, with_own_heads
 from sft.parallel.branches import Branches
 from sft.parallel.cp_group import CpGroup
 
@@ -42,7 +42,7 @@ class MixerModule(NamedTuple):
 
 
 def _softmax(spec: ModuleSpec, config: Config, model: ModelConfig, backend: AttentionBackend) -> ModuleSpec:
-    has_own_heads = config.model.full_attention.is_used or model.value_norm
+    has_own_heads = config.model.full_attention.is_used or needs_own_heads(model)
     spec = with_own_heads(spec, model) if has_own_heads else spec
     chunks = config.train.head_chunks
     return spec if chunks is None else with_head_chunks(spec, chunks)

@@ -8,18 +8,16 @@
 Without q_lora_rank, q_proj replaces q_a_proj and q_b_proj.  The rules of routers and experts are in routed.py.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from sft.hf.families.routed import ROUTER_KEYS, SIGMOID, routed, shared_width
+from sft.hf.families.routed import DENSE_FIRST, ROUTER_KEYS, SIGMOID, routed, shared_width
 from sft.hf.families.rules import DEFAULTS, KEYS, NEXT_LAYER, NO_BIAS, OPTIONS, outer
 from sft.hf.family import Family, Rule
 from sft.hf.model_keys import Computed
 from sft.hf.tensor_view import LAYER, View
 
 _OURS = "decoder.layers.self_attention"
-_KINDS, _LATENT = "mlp_layer_types", "latent_attention"
+_LATENT = "latent_attention"
 _NAMES = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _KEYS = {
     **{key: name for key, name in KEYS.items() if key not in ("head_dim", "num_query_groups")},
@@ -49,23 +47,6 @@ def _attention(model: str = "model") -> tuple[Rule, ...]:
         rule("linear_kv_up_proj.weight", "kv_b_proj", "B L"),
         rule("linear_proj.weight", "o_proj", "h O"),
     )
-
-
-def _num_dense(content: Mapping[str, Any]) -> int:
-    """The number of layers without experts, which must come first: ["dense", "sparse", "sparse"] -> 1"""
-    kinds, count = content.get(_KINDS), content.get("num_hidden_layers")
-    if kinds is None:
-        return 1
-    number = kinds.count("dense") if isinstance(kinds, list) else 0
-    if not isinstance(kinds, list) or kinds != ["dense"] * number + ["sparse"] * (len(kinds) - number):
-        raise ValueError(f"{_KINDS} is not a list of dense layers and then sparse ones")
-    if len(kinds) != count:
-        raise ValueError(f"{_KINDS} has {len(kinds)} entries, but num_hidden_layers = {count}")
-    return number
-
-
-def _layer_types(number: int, count: int) -> dict[str, Any]:
-    return {_KINDS: ["dense"] * number + ["sparse"] * (count - number)}
 
 
 # num_key_value_heads has no effect: kv_b_proj has keys and values for every head.
@@ -117,7 +98,7 @@ LATENT = (
         computed={
             "num_query_groups": _GROUPS,
             "moe.shared_ffn_hidden_size": shared_width(1536),
-            "moe.dense_layers": Computed(_KINDS, _num_dense, _layer_types),
+            "moe.dense_layers": DENSE_FIRST,
         },
         aliases={"n_routed_experts": "num_local_experts"},
         defaults={

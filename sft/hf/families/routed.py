@@ -29,7 +29,7 @@ from sft.hf.families.rules import (
 from sft.hf.family import Family, Rule
 from sft.hf.model_keys import Computed
 
-_WIDTH, _COUNT = "moe_intermediate_size", "n_shared_experts"
+_WIDTH, _COUNT, _KINDS = "moe_intermediate_size", "n_shared_experts", "mlp_layer_types"
 
 # Keys of `model` -> keys of config.json, for routers like the one of DeepSeek-V3.
 ROUTER_KEYS = {
@@ -43,6 +43,26 @@ ROUTER_KEYS = {
     "moe.dense_layers": "first_k_dense_replace",
 }
 SIGMOID = {"moe.score_function": "sigmoid", "moe.correction_bias": True}
+
+
+def _num_dense(content: Mapping[str, Any]) -> int:
+    """The number of layers without experts, which must come first: ["dense", "sparse", "sparse"] -> 1"""
+    kinds, count = content.get(_KINDS), content.get("num_hidden_layers")
+    if kinds is None:
+        return 1
+    number = kinds.count("dense") if isinstance(kinds, list) else 0
+    if not isinstance(kinds, list) or kinds != ["dense"] * number + ["sparse"] * (len(kinds) - number):
+        raise ValueError(f"{_KINDS} is not a list of dense layers and then sparse ones")
+    if len(kinds) != count:
+        raise ValueError(f"{_KINDS} has {len(kinds)} entries, but num_hidden_layers = {count}")
+    return number
+
+
+def _dense_and_sparse(number: int, count: int) -> dict[str, Any]:
+    return {_KINDS: ["dense"] * number + ["sparse"] * (count - number)}
+
+
+DENSE_FIRST = Computed(_KINDS, _num_dense, _dense_and_sparse)  # moe.dense_layers; without mlp_layer_types one
 
 
 def layer_rules(mlp: Literal["dense", "experts"], *rules: Rule) -> tuple[Rule, ...]:

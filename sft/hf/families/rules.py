@@ -62,6 +62,14 @@ def gated_attention(model: str = "model") -> tuple[Rule, ...]:
     return tuple(replace(rule, kind="full attention") for rule in rules)
 
 
+def head_gated_attention(model: str = "model") -> tuple[Rule, ...]:
+    """The rules of attention whose g_proj has one row for the gate of each head."""
+    norm, qkv, output = attention(model)
+    queries, *others = qkv.views
+    gates = View(queries.name.replace("q_proj", "g_proj"), "a h")
+    return norm, replace(qkv, views=(queries, gates, *others)), output
+
+
 def joint_attention() -> tuple[Rule, ...]:
     """The rules of `attention`, for files that store queries, keys and values as one tensor."""
     qkv = tuple(View(f"model.layers.{LAYER}.self_attn.qkv_proj.weight", "q+k+w h", part) for part in range(3))

@@ -21,6 +21,14 @@ def from_a_layer_on() -> dict[str, Computed]:
     return _computed(lambda content, layer: layer >= int(content.get("max_window_layers", 28)), switch=_USES)
 
 
+def where_listed(default: int | None) -> dict[str, Computed]:
+    """Windows in the layers that layer_types names; without layer_types in none.
+
+    default: size of the window in tokens, if config.json has no sliding_window
+    """
+    return _computed(lambda content, layer: False, default=default)
+
+
 def all_but_every(
     interval: int,
     name: str | None = None,

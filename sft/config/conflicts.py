@@ -26,5 +26,10 @@ def of_mlp(model: Any) -> Iterator[tuple[str, str]]:
             yield name, f"has no effect with activation = {model.activation}; use null"
         elif is_read and not is_set:
             yield name, "is required with activation = clamped_swiglu (gpt-oss: limit 7, alpha 1.702)"
+    for name, limits in {"swiglu_limits": model.swiglu_limits, "moe.swiglu_limits": model.moe.swiglu_limits}.items():
+        if limits and model.activation != "swiglu":
+            yield name, f"has no effect with activation = {model.activation}; use []"
+        elif limits and len(limits) != model.num_layers:
+            yield name, f"has {len(limits)} entries, but num_layers is {model.num_layers}; use one for each layer"
     if model.activation == "clamped_swiglu" and model.moe.shared_ffn_hidden_size is not None:
         yield "activation", "must be swiglu or geglu with moe.shared_ffn_hidden_size"

@@ -38,6 +38,9 @@ class ModelConfig(Section):
     """clamped_swiglu: gate is at most this number, and up between -limit and limit."""
     activation_alpha: Annotated[float, Field(gt=0.0)] | None = None
     """clamped_swiglu computes gate * sigmoid(alpha * gate) * (up + 1)."""
+    swiglu_limits: list[Annotated[float, Field(ge=0.0)]] = []
+    """For each layer the limit L of its MLP or shared expert, which computes min(silu(gate), L) * up with up between -L
+    and L (Step-3.5); 0: no limit, and []: in no layer.  Needs activation = swiglu."""
     num_attention_heads: Positive
     """Query heads."""
     num_query_groups: Positive | None = None

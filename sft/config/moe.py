@@ -19,6 +19,8 @@ class MoeConfig(Section):
     """Number of experts that each token goes to; required with num_experts."""
     ffn_hidden_size: Positive | None = None
     """Width of an expert's gated MLP; null means model.ffn_hidden_size."""
+    swiglu_limits: list[Annotated[float, Field(ge=0.0)]] = []
+    """model.swiglu_limits of experts: for each layer a limit, or 0."""
     shared_ffn_hidden_size: Positive | None = None
     """Width of the shared expert, an MLP that every token goes to (Qwen2-MoE); null means no shared expert."""
     shared_gate: bool = False

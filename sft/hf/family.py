@@ -8,7 +8,7 @@ along its first axis.  Otherwise each layer has its own tensors.  The experts of
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from operator import attrgetter
@@ -176,6 +176,8 @@ class Family:
     # The rotary base of layers with a window, if config.json has no such groups: its key, and the value if the key is
     # absent.  None: the base of the other layers.
     window_theta: tuple[str, float] | None = None
+    # Adds the keys of today's transformers to the keys of the language model in files of older forms.
+    renewed: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     passed_through: tuple[str, ...] = ()  # patterns of names of tensors that are kept and not trained: `visual.*`
     has_mtp_layers: bool = False  # whether files may have layers after the model's last one, for multi-token prediction
     mtp: MtpBlock | None = None  # the block for multi-token prediction that a model may train; None: unknown

@@ -31,6 +31,7 @@ PLAIN: dict[str, Any] = {
         *("full_attention.sinks", "full_attention.keys_as_values", "value_head_dim", "value_multiplier"),
         *("sliding_window", "sliding_window_layers", "attention_softcap"),
         *("activation", "activation_limit", "activation_alpha"),
+        *("swiglu_limits", "moe.swiglu_limits"),
         *("attention_sinks", "attention_output_bias", "mlp_bias", "moe.router_bias"),
         "round_embedding_multiplier",
         *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),

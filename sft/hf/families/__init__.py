@@ -6,7 +6,7 @@ files declare families:
     llama.py                             layers like those of Llama, Mixtral and Qwen
     variants.py, gemma.py, gemma4.py     layers that compute more
     routed.py                            routers with sigmoid scores
-    own_windows.py                      layers with a window whose heads differ from those of other layers
+    own_windows.py, step.py              layers with a window whose heads differ from those of other layers
     linear.py                            linear attention
     latent.py                            latent attention
     vision.py                            a vision tower beside a language model of another family
@@ -24,6 +24,7 @@ from sft.hf.families.linear import LINEAR_FAMILIES
 from sft.hf.families.llama import LLAMA_LIKE
 from sft.hf.families.own_windows import OWN_WINDOWS
 from sft.hf.families.routed import ROUTED
+from sft.hf.families.step import STEP
 from sft.hf.families.variants import GPT_OSS, VARIANTS
 from sft.hf.families.vision import VISION
 from sft.hf.family import Family
@@ -31,7 +32,7 @@ from sft.hf.family import Family
 FAMILIES = {
     family.name: family
     for family in (
-        *(*LLAMA_LIKE, *VARIANTS, *GEMMA, *GEMMA4, *GPT_OSS, *ROUTED, *OWN_WINDOWS),
+        *(*LLAMA_LIKE, *VARIANTS, *GEMMA, *GEMMA4, *GPT_OSS, *ROUTED, *OWN_WINDOWS, *STEP),
         *(*LINEAR_FAMILIES, *LATENT, *VISION),
     )
 }

@@ -5,6 +5,7 @@ from typing import Any
 from megatron.core.transformer import ModuleSpec
 
 from sft.config import Config
+from sft.layers.mlps.limits import limits_of
 from sft.mcore.backend import AttentionBackend
 from sft.mcore.experts.spec import with_experts
 from sft.mcore.model.layer import Layer
@@ -32,8 +33,8 @@ def layer_spec(config: Config, backend: AttentionBackend, tp_group: Any, layer_n
     if model.mlp_bias:
         bias_mlp(spec.submodules.mlp, has_experts=has_experts)
     if has_experts:
-        return with_experts(spec, model, backend.library, recompute=is_selective)
-    if GatedActivation.fields(model):
-        submodules_of(spec.submodules.mlp).activation_func = GatedActivation.spec(model)
+        return with_experts(spec, model, backend.library, layer_number, recompute=is_selective)
+    if activation := GatedActivation.fields(model, limits_of(model, layer_number)[0]):
+        submodules_of(spec.submodules.mlp).activation_func = GatedActivation.spec(activation)
     spec.params |= {"recompute": is_selective or train.mlp_tile is not None, "tile": train.mlp_tile}
     return spec

@@ -1,7 +1,8 @@
-"""Gated activations that megatron-core's own paths lack: GeGLU in tanh form (Gemma), and clamped SwiGLU (gpt-oss).
+"""Gated activations that megatron-core's own paths lack: GeGLU in tanh form (Gemma), and SwiGLU with limits.
 
     geglu           gelu(gate) * up, gelu in tanh form (arXiv:2002.05202)
     clamped_swiglu  gate * sigmoid(alpha * gate) * (up + 1), with gate <= limit and |up| <= limit (arXiv:2508.10925)
+    swiglu          silu(gate) * up, with silu(gate) <= limit and |up| <= limit (Step-3.5); core has it without limits
 
 The output of linear_fc1 holds this tp rank's gates, then its ups.  Backward recomputes from that output, which is the
 only activation saved, as in core's fused SwiGLU.  16-bit inputs are computed in fp32 and rounded once.  On CUDA, torch
@@ -9,6 +10,7 @@ compiles forward and backward, as it compiles core's fused functions.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from megatron.core.transformer import ModuleSpec
 from torch import Tensor
 
 from sft.config import ModelConfig
+from sft.layers.mlps.limits import has_plain_swiglu
 
 _SLOPE, _CUBIC = math.sqrt(2.0 / math.pi), 0.044715  # gelu(x) = x / 2 * (1 + tanh(_SLOPE * (x + _CUBIC * x^3)))
 
@@ -28,21 +31,27 @@ class GatedActivation(torch.nn.Module):
     """
 
     def __init__(self, *, kind: str, limit: float | None, alpha: float | None, config: Any = None) -> None:
-        """kind: "geglu", or "clamped_swiglu", which needs limit and alpha; config: unused, core passes it"""
+        """kind: "geglu", "clamped_swiglu", which needs limit and alpha, or "swiglu", which needs limit; config: unused,
+        core passes it"""
         super().__init__()
-        assert kind == "geglu" or (limit is not None and alpha is not None)
-        self.limit, self.alpha = (None, 0.0) if kind == "geglu" else (limit, alpha or 0.0)
+        assert kind == "geglu" or (limit is not None and (alpha is None) == (kind == "swiglu"))
+        self.limit, self.alpha = (None, None) if kind == "geglu" else (limit, alpha)
 
     @staticmethod
-    def fields(model: ModelConfig) -> dict[str, Any]:
-        """Arguments of the constructor; {} with swiglu, which core computes."""
-        if model.activation == "swiglu":
+    def fields(model: ModelConfig, limit: float = math.inf) -> dict[str, Any]:
+        """Arguments of the constructor; {} with swiglu without limits, which core computes.
+
+        limit: of swiglu in this layer (`limits_of`)
+        """
+        if has_plain_swiglu(model):
             return {}
-        return dict(kind=model.activation, limit=model.activation_limit, alpha=model.activation_alpha)
+        own = limit if model.activation == "swiglu" else model.activation_limit
+        return dict(kind=model.activation, limit=own, alpha=model.activation_alpha)
 
     @staticmethod
-    def spec(model: ModelConfig) -> ModuleSpec:
-        return ModuleSpec(module=GatedActivation, params=GatedActivation.fields(model))
+    def spec(fields: Mapping[str, Any]) -> ModuleSpec:
+        """fields: the result of `fields`"""
+        return ModuleSpec(module=GatedActivation, params=dict(fields))
 
     def forward(self, gate_up: Tensor, bias: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
         """gate_up [..., 2 * f] -> [..., f].  bias: [2 * f], of linear_fc1; weights: [...], factors on the outputs"""
@@ -57,7 +66,7 @@ class GatedActivation(torch.nn.Module):
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, gate_up: Tensor, bias: Tensor | None, weights: Tensor | None, limit: float | None, alpha: float
+        ctx: Any, gate_up: Tensor, bias: Tensor | None, weights: Tensor | None, limit: float | None, alpha: float | None
     ) -> Tensor:
         ctx.save_for_backward(gate_up, bias, weights)
         ctx.limit, ctx.alpha = limit, alpha
@@ -72,10 +81,15 @@ class _Gated(torch.autograd.Function):
         return *compute(grads[0], gate_up, bias, weights, ctx.limit, ctx.alpha), None, None
 
 
-def _forward(gate_up: Tensor, bias: Tensor | None, weights: Tensor | None, limit: float | None, alpha: float) -> Tensor:
+def _forward(
+    gate_up: Tensor, bias: Tensor | None, weights: Tensor | None, limit: float | None, alpha: float | None
+) -> Tensor:
+    """limit: None with geglu; alpha: None with geglu and swiglu"""
     gate, up = _halves(gate_up, bias)
     if limit is None:
         output = _gelu(gate)[0] * up
+    elif alpha is None:
+        output = _swish(gate, 1.0)[0].clamp(max=limit) * up.clamp(-limit, limit)
     else:
         output = _swish(gate.clamp(max=limit), alpha)[0] * (up.clamp(-limit, limit) + 1.0)
     if weights is not None:
@@ -84,13 +98,17 @@ def _forward(gate_up: Tensor, bias: Tensor | None, weights: Tensor | None, limit
 
 
 def _backward(
-    grad: Tensor, gate_up: Tensor, bias: Tensor | None, weights: Tensor | None, limit: float | None, alpha: float
+    grad: Tensor, gate_up: Tensor, bias: Tensor | None, weights: Tensor | None, limit: float | None, alpha: float | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of gate_up, bias and weights."""
     gate, up = _halves(gate_up, bias)
     if limit is None:
         act, slope = _gelu(gate)
         factor, dfactor = up, torch.ones_like(up)
+    elif alpha is None:
+        act, slope = _swish(gate, 1.0)
+        slope, act = slope * (act <= limit), act.clamp(max=limit)
+        factor, dfactor = up.clamp(-limit, limit), (up.abs() <= limit).to(up.dtype)
     else:
         act, slope = _swish(gate.clamp(max=limit), alpha)
         slope = slope * (gate <= limit)

@@ -97,7 +97,8 @@ class View:
     """An `HfView` in a rule, with placeholders in the name and letters in the shape.
 
     shape: shape of the stored tensor.  "q+k+k h" has rows of queries, then keys, then values.  "X h e+e" is one matrix
-        for each expert, with columns of gate, then up.
+        for each expert, with columns of gate, then up.  "I x" is a matrix of one row, whose only row the view contains
+        as a vector.
     part: number of the summand that the view contains.  ("q+k+k h", part=1) -> the rows of keys
     blocks: letter for the number of blocks; each block has rows of all summands.  "": one block.
         ("X e+e", part=1, blocks="e") -> the elements 1, 3, 5, ... for each expert
@@ -116,7 +117,7 @@ class View:
     def of(self, layer: int | None, expert: int | None, sizes: Mapping[str, int]) -> HfView:
         """The view of this layer and expert.  sizes: the size for each letter"""
         axes = [[sizes[letter] for letter in axis.split("+")] for axis in self.shape.split()]
-        index = (expert,) if self.stacks_experts and expert is not None else ()
+        index = (expert,) if self.stacks_experts and expert is not None else (0,) if self.shape[0] == "I" else ()
         parts = axes[-1] if self.transposed else axes[len(index)]
         num_blocks = sizes[self.blocks] if self.blocks else 1
         name = self.name.replace(LAYER, str(layer)).replace(EXPERT, str(expert))

@@ -10,6 +10,7 @@ Letters stand for the sizes in a shape.  The file of a mixer explains the letter
     v vocabulary    h hidden size    f MLP width    x experts    e width of an expert's MLP
     q query heads * head width    k key heads * head width    d head width    s width of the shared expert    1 one
     P rows of the projection to queries, their gates, keys and values
+    I one, as an axis of which a view takes the only element
     w key heads * width of a value    O query heads * width of a value
     a query heads    g key heads    X experts, as the axis of a tensor that has a matrix or a vector for each expert
 """
@@ -76,6 +77,7 @@ def sizes_of(model: ModelConfig, vocab_size: int = 0) -> dict[str, int]:
         "g": model.resolved_query_groups,
         "s": model.moe.shared_ffn_hidden_size or 0,
         "1": 1,
+        "I": 1,
     }
     for mixer in MIXERS.values():
         sizes |= mixer.sizes(model)

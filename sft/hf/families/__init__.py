@@ -7,6 +7,7 @@ files declare families:
     variants.py, gemma.py, gemma4.py     layers that compute more
     routed.py                            routers with sigmoid scores
     own_windows.py, step.py              layers with a window whose heads differ from those of other layers
+    rotated.py                           other rotations, and norms on rotated heads
     linear.py                            linear attention
     latent.py                            latent attention
     vision.py                            a vision tower beside a language model of another family
@@ -23,6 +24,7 @@ from sft.hf.families.latent import LATENT
 from sft.hf.families.linear import LINEAR_FAMILIES
 from sft.hf.families.llama import LLAMA_LIKE
 from sft.hf.families.own_windows import OWN_WINDOWS
+from sft.hf.families.rotated import ROTATED
 from sft.hf.families.routed import ROUTED
 from sft.hf.families.step import STEP
 from sft.hf.families.variants import GPT_OSS, VARIANTS
@@ -32,7 +34,7 @@ from sft.hf.family import Family
 FAMILIES = {
     family.name: family
     for family in (
-        *(*LLAMA_LIKE, *VARIANTS, *GEMMA, *GEMMA4, *GPT_OSS, *ROUTED, *OWN_WINDOWS, *STEP),
+        *(*LLAMA_LIKE, *VARIANTS, *GEMMA, *GEMMA4, *GPT_OSS, *ROUTED, *OWN_WINDOWS, *STEP, *ROTATED),
         *(*LINEAR_FAMILIES, *LATENT, *VISION),
     )
 }

@@ -234,14 +234,14 @@ def interleaved_expert_biases() -> tuple[Rule, ...]:
 
 
 def shared_expert(
-    name: str = "shared_expert", gate: str | None = "shared_expert_gate", model: str = "model"
+    name: str = "shared_expert", gate: str | None = "shared_expert_gate", model: str = "model", needs: str = ""
 ) -> tuple[Rule, ...]:
-    """The rules of a shared expert.  gate: name of the shared expert's gate; None: no gate"""
+    """The rules of a shared expert.  gate: name of the shared expert's gate; None: no gate; needs: see `Rule`"""
     module, ours = f"{model}.layers.{LAYER}.mlp", f"{_OURS}.mlp.shared_experts"
     projections = [View(f"{module}.{name}.{part}_proj.weight", "s h") for part in ("gate", "up")]
     rules = (
-        Rule(f"{ours}.linear_fc1.weight", tuple(projections)),
-        Rule(f"{ours}.linear_fc2.weight", (View(f"{module}.{name}.down_proj.weight", "h s"),)),
+        Rule(f"{ours}.linear_fc1.weight", tuple(projections), needs=needs),
+        Rule(f"{ours}.linear_fc2.weight", (View(f"{module}.{name}.down_proj.weight", "h s"),), needs=needs),
     )
     return rules if gate is None else (*rules, Rule(f"{ours}.gate_weight", (View(f"{module}.{gate}.weight", "1 h"),)))
 

@@ -23,8 +23,6 @@ _MISSING: dict[str, tuple[str, str]] = {
     "deepseek_v2": ("a router with softmax scores and expert groups", "deepseek_v3"),
     "deepseek_v32": ("sparse attention", "deepseek_v3"),
     "dots1": (f"{_TABLE}, and windows in some layers", "glm4_moe"),
-    "ernie4_5": (_INTERLEAVED, "llama"),
-    "ernie4_5_moe": (f"{_INTERLEAVED}, a router with a correction bias, and dense layers", "qwen3_moe"),
     "falcon": (f"{_BIASED}, and attention and MLP side by side", "llama"),
     "falcon_h1": (_MAMBA, "llama"),
     "gemma3n": ("embeddings for each layer, and several residual streams", "gemma3_text"),

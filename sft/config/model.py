@@ -63,6 +63,8 @@ class ModelConfig(Section):
     """RMSNorm on queries and keys, per head (Qwen3) unless qk_norm_across_heads."""
     qk_norm_across_heads: bool = False
     """true: one RMSNorm over all query heads of a token, and one over all its key heads (Olmo 2).  Needs qk_norm."""
+    qk_norm_after_rotary: bool = False
+    """true: the norms of qk_norm follow the rotary positions (Hunyuan)."""
     value_norm: bool = False
     """RMSNorm without a weight on values, per head (Gemma 4)."""
     qkv_bias: bool = False
@@ -143,6 +145,8 @@ class ModelConfig(Section):
             yield "mlp_bias", "is not supported with moe.shared_ffn_hidden_size; use mlp_bias = false"
         if self.qk_norm_across_heads and not self.qk_norm:
             yield "qk_norm_across_heads", "has no effect without qk_norm; use qk_norm = true"
+        if self.qk_norm_after_rotary and (not self.qk_norm or self.qk_norm_across_heads):
+            yield "qk_norm_after_rotary", "needs qk_norm = true and qk_norm_across_heads = false"
         if self.qk_norm_across_heads and self.norm_zero_centered:
             yield "qk_norm_across_heads", "is not supported with norm_zero_centered; no released model has both"
         layers = self.sliding_window_layers
@@ -260,6 +264,7 @@ class ModelConfig(Section):
             "model.rope.interleaved": self.rope.interleaved and not self.latent_attention.is_used,
             "model.rope.scaling = proportional": self.rope.is_proportional,
             "model.full_attention": self.full_attention.is_used,
+            "model.qk_norm_after_rotary": self.qk_norm_after_rotary,
             "model.value_head_dim": self.value_head_dim is not None,
             "model.value_multiplier": self.value_multiplier != 1.0,
             "model.attention_head_gate": self.attention_head_gate is not None,

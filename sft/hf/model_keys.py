@@ -27,6 +27,7 @@ PLAIN: dict[str, Any] = {
     key: leaves()[f"model.{key}"].default
     for key in (
         *("norm_placement", "norm_zero_centered", "qk_norm_across_heads", "value_norm", "layer_scalar"),
+        "qk_norm_after_rotary",
         *(f"full_attention.{name}" for name in ("head_dim", "num_attention_heads", "num_query_groups")),
         *("full_attention.sinks", "full_attention.keys_as_values", "value_head_dim", "value_multiplier"),
         *("sliding_window", "sliding_window_layers", "attention_softcap"),

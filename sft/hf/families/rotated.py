@@ -55,6 +55,53 @@ def _ernie_bias() -> Rule:
     return Rule("decoder.layers.mlp.router.expert_bias", (view,), is_buffer=True)
 
 
+def _with_base(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of transformers' plain positions for those of Hunyuan, whose base `alpha` stretches.
+
+    head_dim 128, {"rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "alpha": 1000.0}} -> rope_theta 1.12e7
+    """
+    group = content.get("rope_scaling") or content.get("rope_parameters")
+    if not isinstance(group, dict) or group.get("rope_type", group.get("type")) != "dynamic":
+        return dict(content)
+    hidden, heads = content.get("hidden_size"), content.get("num_attention_heads")
+    alpha: Any = group.get("alpha")
+    width = content.get("head_dim") or (type(hidden) is int and type(heads) is int and hidden // max(heads, 1))
+    plain = group.get("rope_theta", content.get("rope_theta", 1e4))
+    if not all(isinstance(x, (int, float)) and x > 0 for x in (alpha, plain)) or type(width) is not int or width <= 2:
+        return dict(content)  # positions that this trainer does not have
+    base = plain * alpha ** (width / (width - 2))
+    new = {**content, "rope_parameters": {"rope_type": "default", "rope_theta": base}}
+    return new | dict.fromkeys({"rope_theta", "rope_scaling"} & new.keys())
+
+
+def _one_for_all(name: str, default: int) -> Computed:
+    """A computed value that config.json may give for each layer: [8, 8, 8] -> 8"""
+
+    def read(content: Mapping[str, Any]) -> int:
+        value = content.get(name, default)
+        values = set(value) if isinstance(value, list) else {value}
+        if len(values) != 1:
+            raise ValueError(f"{name} differs between layers: {value}")
+        number: int = values.pop()
+        return number
+
+    return Computed(name, read)
+
+
+_HUNYUAN: dict[str, Any] = {
+    "implied": {"qk_norm": True, "qk_norm_after_rotary": True},
+    "renewed": _with_base,
+}
+_HUNYUAN_ATTENTION = (
+    *attention(),
+    *qkv_bias(needs="qkv_bias"),
+    *attention_output_bias(needs="attention_output_bias"),
+    *qk_norm(names=("query_layernorm", "key_layernorm")),
+)
+_HUNYUAN_KEYS = {**KEYS, **dict.fromkeys(_BIASES, "attention_bias")}
+_HUNYUAN_OPTIONS = {**{key: values for key, values in OPTIONS.items() if key != "auto_map"}, "use_cla": (False,)}
+_HUNYUAN_DEFAULTS = {**DEFAULTS, "vocab_size": 290_943, "rms_norm_eps": 1e-5, "attention_bias": False}
+
 ROTATED = (
     Family(
         model_type="ernie4_5",
@@ -98,5 +145,33 @@ ROTATED = (
             **{"use_bias": (False,), "moe_layer_interval": (1,)},
         },
         passed_through=("*mtp*",),
+    ),
+    Family(
+        model_type="hunyuan_v1_dense",
+        class_name="HunYuanDenseV1ForCausalLM",
+        rules=(*outer(), *_HUNYUAN_ATTENTION, *mlp()),
+        keys=_HUNYUAN_KEYS,
+        defaults=_HUNYUAN_DEFAULTS,
+        options=_HUNYUAN_OPTIONS,
+        **{**_HUNYUAN, "implied": {**_HUNYUAN["implied"], "moe.num_experts": None}},
+    ),
+    Family(
+        model_type="hunyuan_v1_moe",
+        class_name="HunYuanMoEV1ForCausalLM",
+        rules=(
+            *outer(),
+            *_HUNYUAN_ATTENTION,
+            *experts("mlp", "gate_proj", "up_proj", "down_proj", router="gate.wg"),
+            *shared_expert("shared_mlp", None),
+        ),
+        keys={
+            **_HUNYUAN_KEYS,
+            **{"moe.num_experts": "num_experts", "moe.shared_ffn_hidden_size": "intermediate_size"},
+        },
+        computed={"moe.top_k": _one_for_all("moe_topk", 1)},
+        aliases={"num_experts": "num_local_experts"},
+        defaults={**_HUNYUAN_DEFAULTS, "num_experts": 1},
+        options=_HUNYUAN_OPTIONS,
+        **{**_HUNYUAN, "implied": {**_HUNYUAN["implied"], "moe.normalize_top_k": True}},
     ),
 )

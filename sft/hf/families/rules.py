@@ -116,16 +116,23 @@ def optional_biases() -> tuple[Rule, ...]:
     )
 
 
-def qk_norm(model: str = "model", *, across_heads: bool = False, kind: LayerKind | None = None) -> tuple[Rule, ...]:
+def qk_norm(
+    model: str = "model",
+    *,
+    names: tuple[str, str] = ("q_norm", "k_norm"),
+    across_heads: bool = False,
+    kind: LayerKind | None = None,
+) -> tuple[Rule, ...]:
     """The rules of norms on queries and keys.
 
-    across_heads: one norm over all heads, not one for each head; kind: kind of the layers with the norms; None: all
+    names: of the norms in files; across_heads: one norm over all heads, not one for each head
+    kind: kind of the layers with the norms; None: all
     """
     layer = f"{model}.layers.{LAYER}.self_attn"
     queries, keys = ("q", "k") if across_heads else ("d", "d")
     return (
-        Rule(f"{_OURS}.self_attention.q_layernorm.weight", (View(f"{layer}.q_norm.weight", queries),), kind=kind),
-        Rule(f"{_OURS}.self_attention.k_layernorm.weight", (View(f"{layer}.k_norm.weight", keys),), kind=kind),
+        Rule(f"{_OURS}.self_attention.q_layernorm.weight", (View(f"{layer}.{names[0]}.weight", queries),), kind=kind),
+        Rule(f"{_OURS}.self_attention.k_layernorm.weight", (View(f"{layer}.{names[1]}.weight", keys),), kind=kind),
     )
 
 
@@ -162,16 +169,17 @@ def joint_mlp() -> tuple[Rule, ...]:
     return (norm, Rule(f"{_OURS}.mlp.linear_fc1.weight", gate_up), down)
 
 
-def experts(block: str, gate: str, up: str, down: str, model: str = "model") -> tuple[Rule, ...]:
+def experts(block: str, gate: str, up: str, down: str, model: str = "model", router: str = "gate") -> tuple[Rule, ...]:
     """The rules of a mixture of experts, which replace `mlp`.
 
     block: name of the module that contains router and experts; gate, up, down: names of an expert's matrices
+    router: name of the router in the module
     """
     layer = f"{model}.layers.{LAYER}"
     expert = f"{layer}.{block}.experts.{EXPERT}"
     return (
         Rule(f"{_OURS}.pre_mlp_layernorm.weight", (View(f"{layer}.post_attention_layernorm.weight", "h"),)),
-        Rule(f"{_OURS}.mlp.router.weight", (View(f"{layer}.{block}.gate.weight", "x h"),)),
+        Rule(f"{_OURS}.mlp.router.weight", (View(f"{layer}.{block}.{router}.weight", "x h"),)),
         Rule(
             f"{_OURS}.mlp.experts.experts.linear_fc1.weight",
             (View(f"{expert}.{gate}.weight", "e h"), View(f"{expert}.{up}.weight", "e h")),

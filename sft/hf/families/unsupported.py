@@ -32,8 +32,6 @@ _MISSING: dict[str, tuple[str, str]] = {
     "gpt_neox": (f"{_BIASED}, and rotary positions on a part of each head", "llama"),
     "granitemoehybrid": (_MAMBA, "mixtral"),
     "helium": (_INTERLEAVED, "llama"),
-    "hunyuan_v1_dense": ("norms on queries and keys after the rotary positions", "qwen3"),
-    "hunyuan_v1_moe": ("norms on queries and keys after the rotary positions", "qwen3_moe"),
     "internlm2": ("code of the model's own repository", "llama"),
     "internlm3": ("dynamic rotary positions, with which its models were released", "llama"),
     "jamba": (_MAMBA, "mixtral"),

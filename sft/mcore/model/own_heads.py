@@ -7,6 +7,8 @@
 
         key = rotary(norm(projection))        value = norm without a weight(projection)
 
+    norms    The norms of queries and keys can follow the rotary positions (Hunyuan); then portable.py applies them, too
+
     gates    The output of a head is multiplied by a function of one number, a projection of the token
 
 linear_qkv has for each query group the rows of its query heads, then one row for the gate of each of these heads, then
@@ -35,6 +37,8 @@ _GATES: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 def needs_own_heads(model: ModelConfig) -> bool:
     """Whether core's attention cannot compute the heads of `model`, whose layers are all of one kind."""
+    if model.qk_norm_after_rotary:
+        return True
     has_values = model.value_norm or model.value_head_dim is not None or model.value_multiplier != 1.0
     return has_values or model.attention_head_gate is not None
 
@@ -74,6 +78,9 @@ class OwnHeads(SelfAttention):
         super().__init__(own, *args, **kwargs)
         self._keys_are_values, self._multiplier = model.full_attention.keys_as_values, model.value_multiplier
         self._value_width, self._gate = model.resolved_value_head_dim, model.attention_head_gate
+        self._norms_rotated = model.qk_norm_after_rotary
+        if self._norms_rotated:
+            self.core_attention.norm_rotated = self._normed
         self.value_norm = UnscaledNorm(model.norm_epsilon) if model.value_norm else None
 
     def get_query_key_value_tensors(
@@ -92,12 +99,16 @@ class OwnHeads(SelfAttention):
         query = query.unflatten(-1, (heads, width)).flatten(2, 3)
         if self._keys_are_values:
             key = value = key.contiguous()  # both norms save this key
-        query = query if self.q_layernorm is None else self.q_layernorm(query)
-        key = key if self.k_layernorm is None else self.k_layernorm(key)
+        if not self._norms_rotated:
+            query, key = self._normed(query, key)
         value = value if self.value_norm is None else self.value_norm(value)
         value = value if self._multiplier == 1.0 else value * self._multiplier
         # A gate that were a view would keep the whole output of the projection in memory.
         return (query, key, value) if self._gate is None else (query, key, value, gate.flatten(2).contiguous())
+
+    def _normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        query = query if self.q_layernorm is None else self.q_layernorm(query)
+        return query, key if self.k_layernorm is None else self.k_layernorm(key)
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """x [t, 1, heads * d], gate [t, 1, heads] -> each head of x times a function of its gate"""

@@ -112,6 +112,17 @@ def in_stored_names(
 # Model types whose files hold experts as transformers has them in memory; types whose files call the matrices of an
 # expert w1, w2 and w3.
 _AS_IN_MEMORY, _NUMBERED = ("gpt_oss", "gemma4_text"), ("minimax_m2", "mixtral")
+_APART = "step3p7"  # its files hold the experts of a layer as three tensors
+_RENAMED: dict[str, dict[str, str]] = {  # parts of names that differ between memory and files
+    **dict.fromkeys(_NUMBERED, {".mlp.": ".block_sparse_moe."}),
+    "ernie4_5_moe": {".mlp.gate.moe_statics.": ".mlp.moe_statics."},
+    "laguna": {".shared_experts.": ".shared_expert."},
+    "mimo_v2_flash": {".sinks": ".attention_sink_bias"},
+    _APART: {
+        **{"model.language_model.": "model.", ".mlp.shared_experts.": ".share_expert."},
+        **{".mlp.gate.weight": ".moe.gate.weight", ".mlp.experts.": ".moe."},
+    },
+}
 
 
 def stored_gradients(
@@ -129,16 +140,21 @@ def stored_gradients(
         if tensor is None:
             continue
         block, _, kind = ("", "", name) if model.config.model_type in _AS_IN_MEMORY else name.rpartition(".experts.")
+        if block and model.config.model_type == _APART:
+            parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+            rows_of = zip(parts, tensor.chunk(len(parts), dim=1))
+            found |= {f"{block}.experts.{part}.weight": rows.clone() for part, rows in rows_of}
+            continue
         for number, grad in enumerate(tensor if block else ()):
-            parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
+            names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
             if model.config.model_type in _NUMBERED:
-                parts = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}[kind]
-            for part, rows in zip(parts, grad.chunk(len(parts))):
+                names = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}[kind]
+            for part, rows in zip(names, grad.chunk(len(names))):
                 found[f"{block}.experts.{number}.{part}.weight"] = rows.clone()
         if not block:
             found[name] = tensor.clone()
-    if model.config.model_type in _NUMBERED:
-        return {name.replace(".mlp.", ".block_sparse_moe."): tensor for name, tensor in found.items()}
+    for in_memory, in_files in _RENAMED.get(model.config.model_type, {}).items():
+        found = {name.replace(in_memory, in_files): tensor for name, tensor in found.items()}
     return found
 
 

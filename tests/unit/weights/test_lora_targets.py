@@ -25,6 +25,7 @@ optim: {{lr: 1e-3}}
 """
 STACKED = ("qwen3_moe", "mixtral", "olmoe", "granitemoe")  # peft also adapts their experts, which transformers stacks
 OTHERS = (*STACKED, "qwen2_moe", "qwen3_next", "qwen3_5_moe_text", *hf.ROUTED_FAMILIES, *hf.LATENT_FAMILIES)
+OTHERS += (*hf.OWN_WINDOW_FAMILIES, "ernie4_5_moe", "hunyuan_v1_moe")
 
 
 def selected(folder: Path, targets: list[str], exclude: list[str] | None = None) -> list[AdaptedWeight]:
@@ -58,6 +59,14 @@ def test_all_linear_is_that_of_peft(tmp_path: Path, family: str) -> None:
 )
 def test_names_and_patterns(tmp_path: Path, targets: list[str], exclude: list[str], expected: list[str]) -> None:
     assert names(selected(hf.save(tmp_path / "model", "qwen3"), targets, exclude)) == expected
+
+
+def test_gates_of_heads_are_linears(tmp_path: Path) -> None:
+    """Their rows are a part of linear_qkv; groups have 2 and 4 heads."""
+    weights = selected(hf.save(tmp_path / "model", "laguna"), ["self_attn.*"])
+    names_of = [f"model.layers.{i}.self_attn.{name}_proj" for i in (0, 1) for name in "qgkvo"]
+    assert names(weights) == names_of
+    assert [weight.part_rows for weight in weights[::2]] == [(128, 16, 32, 32), (64, 8, 32, 32)]
 
 
 def test_parts_of_a_weight(tmp_path: Path) -> None:

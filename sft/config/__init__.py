@@ -197,6 +197,8 @@ class Config(Section):
                 if section.is_recurrent
             },
             "model.attention_output_gate, which is a third tensor of all heads": model.attention_output_gate,
+            "model.attention_head_gate, which is a part of the output of all heads": bool(model.attention_head_gate),
+            "model.qk_norm_after_rotary, whose norms are not in the projection": model.qk_norm_after_rotary,
             "model.qk_norm_across_heads, which needs all heads of a token": model.qk_norm_across_heads,
         }
         if self.train.head_chunks is not None and (present := [reason for reason, is_so in reasons.items() if is_so]):

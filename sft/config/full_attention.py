@@ -9,8 +9,12 @@ from sft.config.section import Positive, Section, divisors
 class FullAttentionConfig(Section):
     head_dim: Positive | None = None
     """Width of a head in layers without a sliding window; null means model.head_dim, as in all other layers."""
+    num_attention_heads: Positive | None = None
+    """Query heads in layers without a sliding window; null means model.num_attention_heads."""
     num_query_groups: Positive | None = None
     """Key/value heads in layers without a sliding window; null means model.num_query_groups."""
+    sinks: bool = True
+    """false: layers without a sliding window have no model.attention_sinks (MiMo-V2-Flash)."""
     keys_as_values: bool = False
     """Layers without a sliding window project no values: a value is the value_norm of its key before the key's norm."""
 
@@ -21,11 +25,6 @@ class FullAttentionConfig(Section):
     @property
     def projects_values(self) -> bool:
         return not self.keys_as_values
-
-    @property
-    def num_kv_projections(self) -> int:
-        """Number of projections of a token to keys and values: 1 if keys are also the values, else 2."""
-        return 2 if self.projects_values else 1
 
     def conflicts_with(self, model: Any) -> Iterator[tuple[str, str]]:
         """model: the ModelConfig that this section belongs to"""
@@ -41,14 +40,23 @@ class FullAttentionConfig(Section):
         }.items():
             if is_used:
                 yield name, "is not supported with full_attention: no released model has both"
-        if self.num_query_groups and model.num_attention_heads % self.num_query_groups:
-            fitting = ", ".join(map(str, divisors(model.num_attention_heads)))
-            yield "full_attention.num_query_groups", f"does not divide {model.num_attention_heads} heads; use {fitting}"
+        heads = self.num_attention_heads or model.num_attention_heads
+        groups = self.num_query_groups or model.resolved_query_groups
+        if heads % groups:
+            name = "num_query_groups" if self.num_query_groups else "num_attention_heads"
+            why = f"does not divide {heads} heads; use {', '.join(map(str, divisors(heads)))}"
+            yield f"full_attention.{name}", (
+                why if self.num_query_groups else f"must be a multiple of {groups} key heads"
+            )
+        if not self.sinks and not model.attention_sinks:
+            yield "full_attention.sinks", "= false has no effect without attention_sinks"
         if self.head_dim and model.rope.window_base is None:
             yield "full_attention.head_dim", "needs rope.window_base: layers with a window have positions of their own"
         if self.head_dim and self.head_dim % 2:
             yield "full_attention.head_dim", "is odd, but rotary positions need an even width"
         if self.keys_as_values and not model.value_norm:
             yield "full_attention.keys_as_values", "needs value_norm = true"
+        if self.keys_as_values and model.value_head_dim is not None:
+            yield "value_head_dim", "is not supported with full_attention.keys_as_values, which are as wide as values"
         if self.keys_as_values and model.qkv_bias:
             yield "qkv_bias", "is not supported with full_attention.keys_as_values"

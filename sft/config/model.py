@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sft.config import megatron_fields
+from sft.config import conflicts, megatron_fields
 from sft.config.full_attention import FullAttentionConfig
 from sft.config.halves import HalvesConfig, MlpKind
 from sft.config.latent_attention import LatentAttentionConfig
@@ -18,7 +18,6 @@ from sft.config.rope import RopeConfig
 from sft.config.section import UNREPORTED, Path, Positive, Section, divisors
 
 MOST_LAYERS = 4096  # 126 in Llama 3.1 405B; each layer is work for this trainer before it reads a weight
-_MOST_IN_ALL = 1_000_000  # experts of all layers: 23,424 in Kimi K2
 RANDOM = "random"  # of init_from; a folder of this name is ./random
 # Sections for kinds of layers.  A layer has the kind of the first section whose `has_layer` is
 # true, so latent attention, which takes all layers, comes last.
@@ -43,12 +42,19 @@ class ModelConfig(Section):
     """clamped_swiglu: gate is at most this number, and up between -limit and limit."""
     activation_alpha: Annotated[float, Field(gt=0.0)] | None = None
     """clamped_swiglu computes gate * sigmoid(alpha * gate) * (up + 1)."""
+    swiglu_limits: list[Annotated[float, Field(ge=0.0)]] = []
+    """For each layer the limit L of its MLP or shared expert, which computes min(silu(gate), L) * up with up between -L
+    and L (Step-3.5); 0: no limit, and []: in no layer.  Needs activation = swiglu."""
     num_attention_heads: Positive
     """Query heads."""
     num_query_groups: Positive | None = None
     """Key/value heads (GQA); null means as many as query heads."""
     head_dim: Positive | None = None
     """Width of a head; null means hidden_size / num_attention_heads."""
+    value_head_dim: Positive | None = None
+    """Width of a value and of a head's output, if it is not head_dim (MiMo-V2-Flash: 128 of 192); null: head_dim."""
+    value_multiplier: Annotated[float, Field(gt=0.0)] = 1.0
+    """Factor on values (MiMo-V2-Flash: 0.707)."""
     vocab_size: Positive | None = None
     """Vocabulary size without padding rows; null means the tokenizer's size."""
     norm_epsilon: Annotated[float, Field(gt=0.0)] = 1e-5
@@ -67,6 +73,8 @@ class ModelConfig(Section):
     """true: one RMSNorm over all query heads of a token, and one over all its key heads (Olmo 2).  Needs qk_norm."""
     qk_norm_weights: bool = True
     """false: the norms on queries and keys have no weights (Muse Glimmer).  Needs qk_norm."""
+    qk_norm_after_rotary: bool = False
+    """true: the norms of qk_norm follow the rotary positions (Hunyuan)."""
     value_norm: bool = False
     """RMSNorm without a weight on values, per head (Gemma 4)."""
     qkv_bias: bool = False
@@ -107,6 +115,9 @@ class ModelConfig(Section):
     """Limit of attention scores: softcap * tanh(score / softcap) (Gemma 2); null means no limit."""
     attention_output_gate: bool = False
     """Multiply the output of attention by sigmoid(gate), a projection of the token, before the output projection."""
+    attention_head_gate: Literal["sigmoid", "softplus"] | None = None
+    """Multiply the output of each head by this function of one number, a projection of the token (Step-3.5: sigmoid,
+    Laguna: softplus); null: no such gate."""
     linear_attention: LinearAttentionConfig = LinearAttentionConfig()
     """Layers with linear attention (Gated DeltaNet)."""
     mamba: MambaConfig = MambaConfig()
@@ -145,10 +156,10 @@ class ModelConfig(Section):
         if heads % groups != 0:
             fitting = ", ".join(map(str, divisors(heads)))
             yield "num_query_groups", f"does not divide {heads} heads; use one of {fitting}"
-        yield from self._mlp_conflicts()
+        yield from conflicts.of_mlp(self)
         if self.mlp_bias and self.moe.shared_ffn_hidden_size is not None:
             yield "mlp_bias", "is not supported with moe.shared_ffn_hidden_size; use mlp_bias = false"
-        yield from self._norm_conflicts()
+        yield from conflicts.of_norms(self)
         layers = self.sliding_window_layers
         if layers is not None and self.sliding_window is None:
             yield "sliding_window_layers", "has no effect without sliding_window"
@@ -160,6 +171,7 @@ class ModelConfig(Section):
             yield "sliding_window_layers", "is empty; use sliding_window = null"
         if self.rope.window_base is not None and self.sliding_window is None:
             yield "rope.window_base", "has no effect without sliding_window"
+        yield from conflicts.of_values(self)
         if self.rope.skip_layers and self.rope.skip_layers[-1] > self.num_layers:
             yield "rope.skip_layers", f"names layer {self.rope.skip_layers[-1]} of {self.num_layers}"
         if self.moe.dense_layers >= self.num_layers:
@@ -187,34 +199,6 @@ class ModelConfig(Section):
         if self.megatron.get(megatron_fields.PERMUTE_FUSION) is False and self.moe.num_experts is None:
             yield f"megatron.{megatron_fields.PERMUTE_FUSION}", "has no effect without moe.num_experts; leave it out"
 
-    def _norm_conflicts(self) -> Iterator[tuple[str, str]]:
-        if self.qk_norm_across_heads and not self.qk_norm:
-            yield "qk_norm_across_heads", "has no effect without qk_norm; use qk_norm = true"
-        if self.qk_norm_across_heads and self.norm_zero_centered:
-            yield "qk_norm_across_heads", "is not supported with norm_zero_centered; no released model has both"
-        if not self.qk_norm_weights and (not self.qk_norm or self.qk_norm_across_heads):
-            yield "qk_norm_weights", "needs qk_norm = true and qk_norm_across_heads = false"
-        if self.final_norm_zero_centered is not None and self.norm_placement != "both":
-            yield "final_norm_zero_centered", "needs norm_placement = both; no other released model has it"
-        if self.output_norm_epsilon is not None and self.norm_placement == "pre":
-            yield "output_norm_epsilon", "has no effect with norm_placement = pre; use null"
-        if self.embedding_norm and self.embedding_multiplier != 1.0:
-            yield "embedding_norm", "is not supported with embedding_multiplier; no released model has both"
-
-    def _mlp_conflicts(self) -> Iterator[tuple[str, str]]:
-        if self.moe.latent_size is not None and self.mlp_bias:
-            yield "moe.latent_size", "is not supported with mlp_bias; use null"
-        if self.num_layers * (self.moe.num_experts or 1) > _MOST_IN_ALL:
-            yield "moe.num_experts", f"makes more than {_MOST_IN_ALL:,} experts in all layers"
-        for name in ("activation_limit", "activation_alpha"):
-            is_set, is_read = getattr(self, name) is not None, self.activation == "clamped_swiglu"
-            if is_set and not is_read:
-                yield name, f"has no effect with activation = {self.activation}; use null"
-            elif is_read and not is_set:
-                yield name, "is required with activation = clamped_swiglu (gpt-oss: limit 7, alpha 1.702)"
-        if self.activation == "clamped_swiglu" and self.moe.shared_ffn_hidden_size is not None:
-            yield "activation", "must be swiglu, geglu or relu2 with moe.shared_ffn_hidden_size"
-
     @property
     def resolved_head_dim(self) -> int:
         """Width of a query and a key: latent_attention.qk_head_dim, `head_dim` or hidden_size / num_attention_heads."""
@@ -222,9 +206,10 @@ class ModelConfig(Section):
         return latent.qk_head_dim if latent.is_used else self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
-    def value_head_dim(self) -> int:
-        """Width of a value and of a head's output."""
-        return self.latent_attention.v_head_dim if self.latent_attention.is_used else self.resolved_head_dim
+    def resolved_value_head_dim(self) -> int:
+        """Width of a value and of a head's output: latent_attention.v_head_dim, `value_head_dim` or that of a key."""
+        latent = self.latent_attention
+        return latent.v_head_dim if latent.is_used else self.value_head_dim or self.resolved_head_dim
 
     @property
     def rotary_dim(self) -> int:
@@ -269,6 +254,11 @@ class ModelConfig(Section):
         return {name: getattr(self, name) for name in MIXER_SECTIONS}
 
     @property
+    def has_own_windows(self) -> bool:
+        """Whether layers with a window differ from others in more than the window: in heads or in rotated numbers."""
+        return self.full_attention.is_used or self.rope.window_fraction is not None
+
+    @property
     def stacks_layers(self) -> bool:
         """Whether a checkpoint stacks each weight over all layers in one tensor, which needs layers of equal shapes."""
         is_mixed = any(section.named for section in self.mixer_sections.values())
@@ -292,6 +282,10 @@ class ModelConfig(Section):
             "model.rope.interleaved": self.rope.interleaved and not self.latent_attention.is_used,
             "model.rope.scaling = proportional": self.rope.is_proportional,
             "model.full_attention": self.full_attention.is_used,
+            "model.qk_norm_after_rotary": self.qk_norm_after_rotary,
+            "model.value_head_dim": self.value_head_dim is not None,
+            "model.value_multiplier": self.value_multiplier != 1.0,
+            "model.attention_head_gate": self.attention_head_gate is not None,
             "model.value_norm": self.value_norm,
             "model.attention_softcap": self.attention_softcap is not None,
             "model.attention_sinks": self.attention_sinks,

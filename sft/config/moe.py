@@ -21,6 +21,8 @@ class MoeConfig(Section):
     """Number of experts that each token goes to; required with num_experts."""
     ffn_hidden_size: Positive | None = None
     """Width of an expert's MLP; null means model.ffn_hidden_size."""
+    swiglu_limits: list[Annotated[float, Field(ge=0.0)]] = []
+    """model.swiglu_limits of experts: for each layer a limit, or 0."""
     shared_ffn_hidden_size: Positive | None = None
     """Width of the shared expert, an MLP that every token goes to (Qwen2-MoE); null means no shared expert."""
     latent_size: Positive | None = None
@@ -92,8 +94,10 @@ class MoeConfig(Section):
 
     def _sigmoid_conflicts(self, experts: int) -> Iterator[tuple[str, str]]:
         if self.score_function == "softmax":
-            sigmoid_only = [name for name in ("num_groups", "correction_bias") if name in self.changed]
-            yield from ((name, "needs score_function = sigmoid") for name in sigmoid_only)
+            if "num_groups" in self.changed:
+                yield "num_groups", "needs score_function = sigmoid"
+            if self.correction_bias and not self.normalize_top_k:
+                yield "correction_bias", "needs score_function = sigmoid, or normalize_top_k = true (ERNIE 4.5)"
         if self.bias_update_rate and not self.correction_bias:
             yield "bias_update_rate", "has no effect without correction_bias"
         if experts % self.num_groups or (self.num_groups > 1 and experts < 2 * self.num_groups):

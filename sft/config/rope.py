@@ -37,6 +37,8 @@ class RopeConfig(Section):
     """Factor on queries: 1 + beta * ln(1 + floor(position / original_max_position)) (Ministral 3); null: no factor."""
     window_base: Annotated[float, Field(gt=1.0)] | None = None
     """Base period in layers with a sliding window, whose frequencies are not scaled (Olmo 3); null: as elsewhere."""
+    window_fraction: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """`fraction` in layers with a window_base (Laguna: whole heads, half of a head elsewhere); null: as elsewhere."""
     skip_layers: list[Positive] = []
     """Layers without rotary positions, counted from 1 (SmolLM3)."""
     interleaved: bool = False
@@ -49,7 +51,7 @@ class RopeConfig(Section):
         """The positions of layers with a sliding window, if they have a base of their own."""
         if self.window_base is None:
             return None
-        fraction = 1.0 if self.is_proportional else self.fraction
+        fraction = 1.0 if self.is_proportional else self.window_fraction or self.fraction
         return RopeConfig(base=self.window_base, fraction=fraction, interleaved=self.interleaved)
 
     @property
@@ -76,6 +78,10 @@ class RopeConfig(Section):
             yield "original_max_position", f"is required with scaling = {self.scaling} (context length before scaling)"
         if self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             yield "high_freq_factor", f"must be above low_freq_factor = {self.low_freq_factor}"
+        if self.window_fraction is not None and self.window_base is None:
+            yield "window_fraction", "has no effect without window_base"
+        if self.window_fraction is not None and self.is_proportional:
+            yield "window_fraction", "has no effect with scaling = proportional; use null"
         if self.is_proportional and self.interleaved:
             yield "interleaved", "is not supported with scaling = proportional; use false"
         if self.scaling != "yarn" and not self.truncate:

@@ -65,9 +65,10 @@ def _kernel_of(config: Config, mixer: Mixer, gpu: str) -> Assumed:
         fastest_first(
             known or HOPPER,
             model.resolved_head_dim,
-            model.value_head_dim,
+            model.resolved_value_head_dim,
             has_window=mixer.window is not None,
             has_softcap=model.attention_softcap is not None,
+            is_grouped=model.num_attention_heads > model.resolved_query_groups,
         )
     )
     if known is None:

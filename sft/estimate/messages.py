@@ -124,7 +124,7 @@ class Messages:
         model, layout = self.config.model, self.layout
         if heads == 1:
             return 0.0
-        widths = model.resolved_head_dim + model.value_head_dim
+        widths = model.resolved_head_dim + model.resolved_value_head_dim
         numbers = (model.num_attention_heads + model.resolved_query_groups) * widths / layout.tp
         num_bytes = self._tokens * numbers * self._width * (heads - 1) / heads
         attending = sum(len(group.numbers) for group in layer_groups(model) if group.mixer.pair_width) / layout.pp

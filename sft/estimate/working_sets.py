@@ -14,6 +14,7 @@ from sft.estimate.stage import Stage
 from sft.estimate.units_in_use import UnitsInUse
 from sft.layers import mtp
 from sft.layers.adapters import EMBEDDING
+from sft.layers.mlps.limits import has_plain_swiglu
 from sft.layers.offload import SLAB_BYTES, num_offloaded_layers, num_resident_layers
 from sft.layers.rank_share import FP32
 from sft.layers.second_half import MlpBackward
@@ -186,7 +187,7 @@ class StageWork:
     def _computes_experts_at_once(self) -> bool:
         """Whether kernels compute all experts at once; False: one expert after the other."""
         config = self.stage.config
-        is_swiglu = config.model.activation == "swiglu"
+        is_swiglu = has_plain_swiglu(config.model)
         return config.run.device != "cpu" or not is_swiglu or bool(self.stage.trained.adapted)
 
     def _widest_gradient(self) -> float:

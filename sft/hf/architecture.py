@@ -106,7 +106,7 @@ def architecture(content: Mapping[str, Any], path: str) -> Architecture:
             sources.setdefault("head_dim", "hidden_size")  # some families have no key for head_dim
     rope = _rope(content, family, problems)
     if values.get("sliding_window") is None:
-        rope.pop("window_base", None)
+        rope = {name: value for name, value in rope.items() if not name.startswith("window_")}
     values |= {f"rope.{name}": value for name, value in rope.items()}
     sources |= {f"rope.{name}": "rope_parameters" if "rope_parameters" in content else "rope_scaling" for name in rope}
     sources["rope.base"] = sources["rope.base"] if "rope_parameters" in content else "rope_theta"
@@ -123,12 +123,14 @@ def _rope(content: Mapping[str, Any], family: Family, problems: list[str]) -> di
     positions = content if has_rope else {**content, "rope_parameters": family.defaults.get("rope_parameters")}
     base = family.defaults.get("rope_theta", 10000.0)
     if family.rope_by_layer_type:
-        positions, window_base, wrong = by_layer_type(positions, *(family.window_theta or ("rope_theta", base)))
+        key, window_base = family.window_theta or ("rope_theta", base)
+        fraction = _default_fraction(content, family)
+        positions, of_windows, wrong = by_layer_type(positions, key, window_base, fraction)
         problems += wrong
     rope, wrong = rope_of(positions, family, base, _default_fraction(content, family))
     problems += wrong
     if family.rope_by_layer_type:
-        rope["window_base"] = window_base
+        rope |= of_windows
     if rope.get("scaling", "none") not in family.scalings:
         problems.append(_unscalable(family, f"rope_type = {json.dumps(rope['scaling'])}"))
     return rope

@@ -8,7 +8,7 @@ along its first axis.  Otherwise each layer has its own tensors.  The experts of
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from operator import attrgetter
@@ -178,6 +178,8 @@ class Family:
     # absent.  None: the base of the other layers.
     window_theta: tuple[str, float] | None = None
     longest: str = "max_position_embeddings"  # key of config.json: the longest text that the model was trained for
+    # Adds the keys of today's transformers to the keys of the language model in files of older forms.
+    renewed: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     passed_through: tuple[str, ...] = ()  # patterns of names of tensors that are kept and not trained: `visual.*`
     has_mtp_layers: bool = False  # whether files may have layers after the model's last one, for multi-token prediction
     mtp: MtpBlock | None = None  # the block for multi-token prediction that a model may train; None: unknown
@@ -191,7 +193,7 @@ class Family:
     def fixed(self) -> dict[str, Any]:
         """Keys of `model.*` that are equal in all models of the family, and their values."""
         own = {*self.keys, *self.computed, *(f"rope.{name}" for name in self.rope_keys.values())}
-        own |= {"rope.window_base"} if self.rope_by_layer_type else set()
+        own |= {"rope.window_base", "rope.window_fraction"} if self.rope_by_layer_type else set()
         own |= {"rope.fraction"} if self.rope_fraction is not None else set()
         own |= {"rope.mscale_all_dim"} if self.has_latents else set()
         return {key: value for key, value in {**PLAIN, **self.implied}.items() if key not in own}

@@ -15,7 +15,7 @@ _USUAL = {"full_attention.is_used": False} | {
         *("norm_placement", "norm_zero_centered", "value_norm", "layer_scalar", "qk_norm_across_heads"),
         *("moe.shared_ffn_hidden_size", "moe.shared_gate", "moe.own_norms", "moe.correction_bias", "moe.dense_layers"),
         *("attention_output_gate", "moe.layers", "moe.latent_size", "halves.without_mixer", "halves.without_mlp"),
-        *("attention_output_gate", "qk_norm_weights", "linear_attention.norm_placement"),
+        *("attention_head_gate", "value_head_dim", "qk_norm_weights", "linear_attention.norm_placement"),
     )
 }
 
@@ -33,7 +33,7 @@ def model_family(model: ModelConfig) -> Family | None:
             bool(getattr(section, section.switch)) == (f"{name}.{section.switch}" in named)
             for name, section in model.mixer_sections.items()
         )
-        named |= {"full_attention.is_used"} if "full_attention.keys_as_values" in named else set()
+        named |= {"full_attention.is_used"} if any(key.startswith("full_attention.") for key in named) else set()
         usual = {key: value for key, value in _USUAL.items() if key not in named}
         return (
             (has_experts or may_have_experts)

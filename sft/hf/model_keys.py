@@ -28,9 +28,12 @@ PLAIN: dict[str, Any] = {
     for key in (
         *("norm_placement", "norm_zero_centered", "qk_norm_across_heads", "value_norm", "layer_scalar"),
         *("final_norm_zero_centered", "output_norm_epsilon", "qk_norm_weights", "embedding_norm"),
-        *(f"full_attention.{name}" for name in ("head_dim", "num_query_groups", "keys_as_values")),
+        "qk_norm_after_rotary",
+        *(f"full_attention.{name}" for name in ("head_dim", "num_attention_heads", "num_query_groups")),
+        *("full_attention.sinks", "full_attention.keys_as_values", "value_head_dim", "value_multiplier"),
         *("sliding_window", "sliding_window_layers", "attention_softcap"),
         *("activation", "activation_limit", "activation_alpha"),
+        *("swiglu_limits", "moe.swiglu_limits"),
         *("attention_sinks", "attention_output_bias", "mlp_bias", "moe.router_bias"),
         "round_embedding_multiplier",
         *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
@@ -46,7 +49,7 @@ PLAIN: dict[str, Any] = {
         ),
         *("halves.without_mixer", "halves.without_mlp"),
         *("rope.fraction", "rope.skip_layers", "rope.query_scale_beta", "attention_output_gate", "rope.window_base"),
-        *("rope.interleaved", "rope.mscale_all_dim"),
+        *("attention_head_gate", "rope.window_fraction", "rope.interleaved", "rope.mscale_all_dim"),
         *(f"linear_attention.{name}" for name in ("beta_factor", "norm_epsilon", "norm_placement")),
         *(f"{name}.{section.switch}" for name, section in MIXER_SECTIONS.items()),
     )

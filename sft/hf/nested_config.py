@@ -32,15 +32,14 @@ def text_part(content: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
     {"model_type": "qwen3_vl", "text_config": {"hidden_size": 64}} -> {"hidden_size": 64, "model_type": "qwen3_vl"}
     """
-    if family.text_config == "none":
-        return dict(content)
-    inner = _inner(content)
+    inner = _inner(content) if family.text_config != "none" else None
     if inner is None:
-        text = dict(content) if family.text_config == "optional" else {}
+        text = dict(content) if family.text_config != "required" else {}
     else:
         text = {key: value for key, value in inner.items() if key != "architectures"}
         text |= {key: content[key] for key in _OUTER if key in content}
-    return _without_mrope(text) if family.has_mrope else text
+    text = _without_mrope(text) if family.has_mrope else text
+    return text if family.renewed is None else family.renewed(text)
 
 
 def put_back(
@@ -50,9 +49,7 @@ def put_back(
 
     before: text_part(content, family); after: `before` with changed, new and removed keys
     """
-    if family.text_config == "none":
-        return dict(after)
-    outer, inner = dict(content), dict(_inner(content) or {})
+    outer, inner = dict(content), dict(_inner(content) or {}) if family.text_config != "none" else {}
     mrope = _mrope(inner or content) if family.has_mrope else {}
     for key in {**before, **after}:
         if key in before and key in after and before[key] == after[key]:

@@ -107,25 +107,30 @@ def _ratio(factor: Any, mscale: Sequence[float]) -> dict[str, float]:
 
 
 def by_layer_type(
-    content: Mapping[str, Any], window_key: str, default_base: float
-) -> tuple[dict[str, Any], float, list[str]]:
+    content: Mapping[str, Any], window_key: str, default_base: float, fraction: float | None
+) -> tuple[dict[str, Any], dict[str, float], list[str]]:
     """Split rope_parameters that have a group for each type of layer.
 
-    Returns config.json with the group of full attention as rope_parameters, the base of layers with a sliding window,
-    and a list of problems.  If rope_parameters have no groups, their scaling applies to full attention only.
+    Returns config.json with the group of full attention as rope_parameters, the values of `model.rope` that belong to
+    layers with a sliding window, and a list of problems.  If rope_parameters have no groups, their scaling applies to
+    full attention only.
     window_key: key of the base of layers with a sliding window, in a config.json without groups
     default_base: this base if the key is absent
+    fraction: see `rope_of`
     """
     groups = content.get("rope_parameters")
     if not isinstance(groups, dict) or not {FULL, SLIDING} & groups.keys():
         group = groups if isinstance(groups, dict) else {}
-        return {**content}, _first(group.get(window_key), content.get(window_key), default_base), []
+        return {**content}, {"window_base": _first(group.get(window_key), content.get(window_key), default_base)}, []
     full, sliding = (groups.get(kind) or {} for kind in (FULL, SLIDING))
     problems = []
     if sliding.get("rope_type", "default") != "default":
         problems.append(f"rope_type = {json.dumps(sliding['rope_type'])} of {SLIDING} is not supported, only default")
-    base = _first(sliding.get("rope_theta"), content.get(window_key), default_base)
-    return {**content, "rope_parameters": {"rope_type": "default", **full}}, base, problems
+    own = {"window_base": _first(sliding.get("rope_theta"), content.get(window_key), default_base)}
+    if fraction is not None and full.get("rope_type") != "proportional":
+        parts = [_first(group.get(_FRACTION), fraction) for group in (sliding, full)]
+        own |= {"window_fraction": parts[0]} if parts[0] != parts[1] else {}
+    return {**content, "rope_parameters": {"rope_type": "default", **full}}, own, problems
 
 
 def written(rope: RopeConfig, family: Family, *, is_new: bool) -> dict[str, Any]:
@@ -146,6 +151,8 @@ def written(rope: RopeConfig, family: Family, *, is_new: bool) -> dict[str, Any]
     part = {} if family.rope_fraction is None else {_FRACTION: rope.fraction}
     if is_new and family.rope_by_layer_type:
         sliding = {"rope_type": "default", "rope_theta": rope.window_base or rope.base}
+        if part and not rope.is_proportional:
+            sliding[_FRACTION] = rope.window_fraction or rope.fraction
         return {"rope_parameters": {FULL: {"rope_theta": rope.base, **scaling, **part}, SLIDING: sliding}}
     if is_new:
         return {"rope_parameters": {"rope_theta": rope.base, **scaling, **part}}

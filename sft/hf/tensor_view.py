@@ -6,6 +6,7 @@ letters of a shape.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 
 # Placeholders in Hugging Face names: the number of a layer, and the number of an expert in a layer.
 LAYER, EXPERT = "{i}", "{e}"
@@ -100,7 +101,8 @@ class View:
     """An `HfView` in a rule, with placeholders in the name and letters in the shape.
 
     shape: shape of the stored tensor.  "q+k+k h" has rows of queries, then keys, then values.  "X h e+e" is one matrix
-        for each expert, with columns of gate, then up.  "1 1 m 1" is a vector.
+        for each expert, with columns of gate, then up.  The view takes the only element of the axes 0: "0 x" and
+        "0 0 x 0" are vectors.
     part: number of the summand that the view contains.  ("q+k+k h", part=1) -> the rows of keys
     blocks: letter for the number of blocks; each block has rows of all summands.  "": one block.
         ("X e+e", part=1, blocks="e") -> the elements 1, 3, 5, ... for each expert
@@ -116,14 +118,16 @@ class View:
     def stacks_experts(self) -> bool:
         return self.shape.startswith("X")
 
-    @property
-    def _is_vector(self) -> bool:
-        return self.shape.startswith("1 1 ")
+    def _index(self, expert: int | None) -> tuple[int, ...]:
+        """The index of the matrix or vector in the tensor: that of the expert, or 0 for each of the first axes 0."""
+        if self.stacks_experts and expert is not None:
+            return (expert,)
+        return tuple(0 for _ in takewhile("0".__eq__, self.shape.split()))
 
     def of(self, layer: int | None, expert: int | None, sizes: Mapping[str, int]) -> HfView:
         """The view of this layer and expert.  sizes: the size for each letter"""
         axes = [[sizes[letter] for letter in axis.split("+")] for axis in self.shape.split()]
-        index = (expert,) if self.stacks_experts and expert is not None else (0, 0) if self._is_vector else ()
+        index = self._index(expert)
         parts = axes[-1] if self.transposed else axes[len(index)]
         num_blocks = sizes[self.blocks] if self.blocks else 1
         name = self.name.replace(LAYER, str(layer)).replace(EXPERT, str(expert))
@@ -134,5 +138,5 @@ class View:
             num_rows=parts[self.part],
             transposed=self.transposed,
             num_blocks=num_blocks,
-            is_vector=self._is_vector,
+            is_vector=self.shape.endswith(" 0"),
         )

@@ -32,10 +32,16 @@ def problems(config: Config) -> Iterator[str]:
         return
     for mixer in {group.mixer.kind: group.mixer for group in all_layer_groups(config.model)}.values():
         model, has_window = mixer.model, mixer.window is not None
-        demand = (model.resolved_head_dim, model.value_head_dim, has_window, model.attention_softcap is not None)
+        demand = (
+            model.resolved_head_dim,
+            model.resolved_value_head_dim,
+            has_window,
+            model.attention_softcap is not None,
+            model.num_attention_heads > model.resolved_query_groups,
+        )
         able = [key for key, name in NAMES.items() if any(kernel_rates.rate(name, gpu, *demand) for gpu in PEAKS)]
         if mixer.pair_width and not {*able} & {*wanted}:
-            sizes = f"keys of width {model.resolved_head_dim}, values of width {model.value_head_dim}"
+            sizes = f"keys of width {model.resolved_head_dim}, values of width {model.resolved_value_head_dim}"
             sizes += ", a window" * has_window + ", a soft cap" * (model.attention_softcap is not None)
             yield (
                 f"attention.kernels = [{', '.join(wanted)}] cannot compute the {mixer.kind} of this model on any GPU "

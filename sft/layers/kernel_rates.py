@@ -151,10 +151,11 @@ def rate(
     value_width: int,
     has_window: bool = False,
     has_softcap: bool = False,
+    is_grouped: bool = False,
 ) -> Rate | None:
     """The rate of a kernel; None: nothing is known, and the kernel does not run there.
 
-    With a window, the rate is that of long windows.
+    With a window, the rate is that of long windows.  is_grouped: whether several query heads share a key head
     """
     if architecture is None:
         return None
@@ -162,6 +163,8 @@ def rate(
     if has_softcap and kernel != PLAIN:
         rows = _CAPPED.get(architecture, ()) if kernel == FLASH4 else ()
     if has_window and kernel == FFPA:
+        rows = ()
+    if is_grouped and key_width != value_width and kernel == FLASH4:  # flash4.py says why
         rows = ()
     if kernel == FFPA and (key_width, value_width) != (512, 512):
         rows = ()
@@ -177,9 +180,11 @@ def fastest_first(
     value_width: int,
     has_window: bool = False,
     has_softcap: bool = False,
+    is_grouped: bool = False,
 ) -> list[tuple[str, Rate]]:
     """The kernels that have a rate, the fastest first."""
     rates = (
-        (kernel, rate(kernel, architecture, key_width, value_width, has_window, has_softcap)) for kernel in KERNELS
+        (kernel, rate(kernel, architecture, key_width, value_width, has_window, has_softcap, is_grouped))
+        for kernel in KERNELS
     )
     return sorted(((kernel, known) for kernel, known in rates if known), key=lambda item: -item[1].together)

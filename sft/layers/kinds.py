@@ -26,7 +26,7 @@ from sft.layers.weights import AFTER_MIXER, AFTER_MLP
 def model_of_kind(model: ModelConfig, kind: LayerKind) -> ModelConfig:
     """A model whose layers all have the heads, the window and the positions of this kind of layer.
 
-    The result is `model` itself, unless model.full_attention gives this kind other sizes.
+    The result is `model` itself, unless layers with a window have other sizes.
     """
     return MIXERS[kind].narrowed(model)
 
@@ -85,7 +85,7 @@ _latest: list[tuple[ModelConfig, list[LayerGroup]]] = []  # of `all_layer_groups
 def all_layer_groups(model: ModelConfig) -> list[LayerGroup]:
     """The groups of a model, in the order of their first layers.  The block for multi-token prediction comes last.
 
-    Groups that differ only in the window have the same `model`, unless `full_attention` is used.  The block's layer has
+    Groups that differ only in the window have the same `model` (`ModelConfig.has_own_windows`).  The block's layer has
     the kind that one more layer of the model would have.  The result for the latest model is cached, because the
     planner asks for it thousands of times.
     """
@@ -130,7 +130,9 @@ def _marks(model: ModelConfig) -> list[str]:
         f"the first {model.moe.dense_layers} without experts": bool(model.moe.dense_layers),
         "experts added to an MLP, with norms of their own": model.moe.own_norms,
         "a scalar for each layer": model.layer_scalar,
-        "attention sinks": model.attention_sinks,
+        "attention sinks" + " in windows" * (not model.full_attention.sinks): model.attention_sinks,
+        f"values of {model.value_head_dim} multiplied by {model.value_multiplier:g}": model.value_head_dim is not None,
+        f"a {model.attention_head_gate} gate for each head": model.attention_head_gate is not None,
         f"attention scores capped at {model.attention_softcap}": model.attention_softcap is not None,
         f"logits capped at {model.logits_softcap}": model.logits_softcap is not None,
         "a block for multi-token prediction": model.has_mtp,

@@ -12,6 +12,8 @@ Letters stand for the sizes in a shape.  The file of a mixer explains the letter
     F rows of an MLP's first projection: f, with a gate 2 f; E and R: those of an expert and of the shared expert
     W width of the tokens that experts read
     P rows of the projection to queries, their gates, keys and values
+    0 one, as an axis of which a view takes the only element
+    o key heads * width of a value    O query heads * width of a value
     a query heads    g key heads    X experts, as the axis of a tensor that has a matrix or a vector for each expert
 """
 
@@ -20,6 +22,7 @@ from functools import lru_cache
 
 from sft.config import ModelConfig
 from sft.layers.mixers import MIXERS
+from sft.layers.mixers.softmax import qkv_rows
 from sft.layers.mlps import MLPS
 from sft.layers.weight import LayerWeight, expert_width, has_gate, has_output_norms
 
@@ -73,12 +76,15 @@ def sizes_of(model: ModelConfig, vocab_size: int = 0) -> dict[str, int]:
         "R": projections * (model.moe.shared_ffn_hidden_size or 0),
         "q": queries,
         "k": keys,
-        "P": queries * (1 + model.attention_output_gate) + keys * model.full_attention.num_kv_projections,
+        "o": model.resolved_query_groups * model.resolved_value_head_dim,
+        "O": model.num_attention_heads * model.resolved_value_head_dim,
+        "P": qkv_rows(model),
         "d": model.resolved_head_dim,
         "a": model.num_attention_heads,
         "g": model.resolved_query_groups,
         "s": model.moe.shared_ffn_hidden_size or 0,
         "1": 1,
+        "0": 1,
     }
     for mixer in MIXERS.values():
         own = mixer.sizes(model)

@@ -27,7 +27,7 @@ from sft.recipe.resolved import Origin, Recipe, derived, printable
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 # Keys of model.rope that a recipe may not change.
-_NOT_POSITIONS = ("fraction", "skip_layers", "query_scale_beta", "window_base")
+_NOT_POSITIONS = ("fraction", "skip_layers", "query_scale_beta", "window_base", "window_fraction")
 # What to do instead of setting a key for which config.json decides.
 _MORE = {"model.vocab_size": "  docs/start/data.md, Add tokens, shows how the model gets more rows."}
 _MAX_BYTES = 1 << 20  # a larger file is probably a data file given by mistake

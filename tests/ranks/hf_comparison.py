@@ -25,7 +25,7 @@ from tests.ranks.hf_models import (
 from tests.ranks.layouts import CP, EP, PP, SHARDED, SP, TP
 from tests.ranks.pool import Ranks
 from tests.ranks.scenarios import check_parameters
-from tests.unit.fixtures import hf
+from tests.unit.fixtures import hf, vision
 
 Layout = tuple[int, Sequence[str]]  # number of ranks, overrides of the recipe
 # The gradient of the decay of linear attention is a sum over all tokens whose terms cancel.  Our gradients differ by at
@@ -74,16 +74,17 @@ class Model:
 Models = Callable[[str], Model]
 
 
-def saved_once(factory: pytest.TempPathFactory, table: Mapping[str, Mapping[str, Any]], of: Any = hf) -> Models:
-    """The models of `table`, which has arguments of `of.save` by name.  A model is saved when a test first uses it.
-
-    of: the module of fixtures that makes and loads them, `hf` or `vision`
-    """
+def saved_once(factory: pytest.TempPathFactory, table: Mapping[str, Mapping[str, Any]]) -> Models:
+    """The models of `table`, which has arguments of `hf.save` or, with a vision tower, of `vision.save` by name.  A
+    model is saved when a test first uses it."""
 
     @cache
     def get(name: str) -> Model:
-        source = of.save(factory.mktemp("model") / "source", **table[name])
-        return Model(source, of.load(source).train(), recipe_of(source))
+        form = vision if table[name]["family"] in vision.VISION else hf
+        source = form.save(factory.mktemp("model") / "source", **table[name])
+        model = form.load(source).train()
+        model.get_input_embeddings().padding_idx = None  # transformers gives this row of the embedding no gradient
+        return Model(source, model, recipe_of(source))
 
     return get
 

@@ -94,7 +94,7 @@ def count(overrides: list[str], samples: Sequence[Sample], tile: int = TILE) -> 
         trained = trained_weights(config, scenarios.VOCAB)
         of_model = ModelProducts.of(config.model, trained, config.lora.rank or 0)
         head = head_product(config, layout, of_model, scenarios.VOCAB, labels)
-        keys, values = config.model.resolved_head_dim, config.model.value_head_dim
+        keys, values = config.model.resolved_head_dim, config.model.resolved_value_head_dim
         attention = sum(flops for _, _, flops in attention_flops(config.model, LENGTH)) / layout.tp / layout.cp
         if microbatch.branches is not None:
             flops = TrainFlops.of(config.model, scenarios.VOCAB)

@@ -44,7 +44,7 @@ def test_a_trained_model_in_transformers(ranks: Ranks, tmp_path: Path, family: s
     models = vision if family in vision.VISION else hf
     source = models.save(tmp_path / "source", family)
     overrides = [*recipe_of(source), "optim.lr=1e-2", "checkpoint.async_save=false", *layout]
-    overrides += ["model.moe.bias_update_rate=0.01"] if family in (*hf.BIASED_FAMILIES, "kimi_k25") else []
+    overrides += ["model.moe.bias_update_rate=0.01"] if family in hf.CORRECTED else []
     packs, run = packs_of(), tmp_path / "run"
     kept.keep(open_source(source), run / "hf")
     results = ranks(2).run(train_and_save, overrides, str(source), str(run / "checkpoints"), packs)

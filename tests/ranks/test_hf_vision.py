@@ -69,7 +69,7 @@ ONLY_WITH_TOWER: dict[str, Case] = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return saved_once(tmp_path_factory, {name: case.model for name, case in ONLY_WITH_TOWER.items()}, vision)
+    return saved_once(tmp_path_factory, {name: case.model for name, case in ONLY_WITH_TOWER.items()})
 
 
 @pytest.mark.parametrize("name,layout", pairs(ONLY_WITH_TOWER, "losses"))

@@ -100,6 +100,8 @@ CASES = [
     # kv_b_proj is applied to gathered latents, one head group at a time; every rank holds the whole kv_a_proj_with_mqa.
     ("deepseek_v3", LATENT, 4, [*CP, *SP, SELECTIVE]),
     ("deepseek_v3", ["kv_b_proj", "q_a_proj"], 4, [*PP, *SP, FULL]),
+    # g_proj has the gates of heads; layers differ in heads.
+    ("laguna", [*ATTENTION, "k_proj", "g_proj"], 2, [*SP, SELECTIVE]),
     ("qwen3", ["k_proj", "up_proj"], 4, [*TP, *PP, SELECTIVE]),
     ("phi3", "all-linear", 4, [*CP, *SP, FULL]),
     ("qwen3", "all-linear", 2, [*CP, *SHARDED, "parallel.shard=weights", FULL]),
@@ -109,6 +111,9 @@ CASES = [
 MORE = [
     ("llama", "all-linear", 2, [TILES]),
     ("phi3", ["qkv_proj", "down_proj"], 1, [SELECTIVE]),
+    ("mimo_v2_flash", [*ATTENTION, "k_proj"], 2, [*CP, FULL]),  # values are narrower than keys
+    ("ernie4_5", "all-linear", 2, SP),
+    ("hunyuan_v1_dense", "all-linear", 2, [*SP, SELECTIVE]),
     ("deepseek_v3", LATENT, 2, SP),
     ("moonlight", ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj"], 2, SP),
     ("moonlight", ["q_proj", "kv_b_proj", "o_proj"], 4, [*PP, *CP, SELECTIVE]),

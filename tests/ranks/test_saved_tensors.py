@@ -118,6 +118,13 @@ def bytes_kept(overrides: Sequence[str], num_layers: int) -> int:
         (["train.recompute=none", "model.activation=geglu"], 972 + 256 + 4 + 320 + 768 + 384),
         # the output gate in fp32, and the gated output
         (["train.recompute=selective", "model.attention_output_gate=true"], 972 + 512 + 256),
+        # values of 8 elements: value 32 and output 128 instead of 64 and 256; the gates of 8 heads in fp32, 32, and in
+        # bf16, 16; the gated output
+        (
+            ["train.recompute=selective", "model.value_head_dim=8", "model.value_multiplier=0.5"]
+            + ["model.attention_head_gate=softplus", "model.qk_norm_after_rotary=true"],
+            972 - 32 - 128 + 48 + 128,
+        ),
         # selective recomputes all of linear attention; 4 is the fp32 scale of the norm before it
         ([DELTA, "train.recompute=selective"], 128 + 128 + 4),
         ([DELTA, "train.recompute=attention_kept"], 128 + 256),

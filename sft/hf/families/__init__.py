@@ -6,6 +6,8 @@ files declare families:
     llama.py                             layers like those of Llama, Mixtral and Qwen
     variants.py, gemma.py, gemma4.py     layers that compute more
     routed.py                            routers with sigmoid scores
+    own_windows.py, step.py              layers with a window whose heads differ from those of other layers
+    rotated.py                           other rotations, and norms on rotated heads
     gated.py                             an output gate of attention with a projection of its own
     linear.py, olmo_hybrid.py            linear attention
     latent.py                            latent attention
@@ -31,7 +33,10 @@ from sft.hf.families.llama import LLAMA_LIKE
 from sft.hf.families.mamba import GRANITE_HYBRID
 from sft.hf.families.nemotron import NEMOTRON
 from sft.hf.families.olmo_hybrid import OLMO_HYBRID
+from sft.hf.families.own_windows import OWN_WINDOWS
+from sft.hf.families.rotated import ROTATED
 from sft.hf.families.routed import ROUTED
+from sft.hf.families.step import STEP
 from sft.hf.families.ungated import UNGATED
 from sft.hf.families.variants import GPT_OSS, VARIANTS
 from sft.hf.families.vision import VISION
@@ -46,6 +51,9 @@ FAMILIES = {
         *GEMMA4,
         *GPT_OSS,
         *ROUTED,
+        *OWN_WINDOWS,
+        *STEP,
+        *ROTATED,
         *GATED,
         *LINEAR_FAMILIES,
         *LATENT,

@@ -101,7 +101,7 @@ def _delta_attention(block: str, output: str, *own: tuple[str, str, str]) -> tup
 _LOW_RANK = (
     ("decay_down.weight", "f_a_proj.weight", "r h"),
     ("decay_up.weight", "f_b_proj.weight", "D r"),
-    ("A_log", "A_log", "1 1 m 1"),
+    ("A_log", "A_log", "0 0 m 0"),
     ("gate_down.weight", "g_a_proj.weight", "r h"),
     ("gate_up.weight", "g_b_proj.weight", "V r"),
 )

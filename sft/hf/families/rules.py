@@ -33,11 +33,11 @@ def attention(model: str = "model", norm: str | None = "input_layernorm") -> tup
             (
                 View(f"{layer}.self_attn.q_proj.weight", "q h"),
                 View(f"{layer}.self_attn.k_proj.weight", "k h"),
-                View(f"{layer}.self_attn.v_proj.weight", "k h"),
+                View(f"{layer}.self_attn.v_proj.weight", "o h"),
             ),
             "groups",
         ),
-        Rule(f"{_OURS}.self_attention.linear_proj.weight", (View(f"{layer}.self_attn.o_proj.weight", "h q"),)),
+        Rule(f"{_OURS}.self_attention.linear_proj.weight", (View(f"{layer}.self_attn.o_proj.weight", "h O"),)),
     )
 
 
@@ -62,9 +62,17 @@ def gated_attention(model: str = "model") -> tuple[Rule, ...]:
     return tuple(replace(rule, kind="full attention") for rule in rules)
 
 
+def head_gated_attention(model: str = "model") -> tuple[Rule, ...]:
+    """The rules of attention whose g_proj has one row for the gate of each head."""
+    norm, qkv, output = attention(model)
+    queries, *others = qkv.views
+    gates = View(queries.name.replace("q_proj", "g_proj"), "a h")
+    return norm, replace(qkv, views=(queries, gates, *others)), output
+
+
 def joint_attention() -> tuple[Rule, ...]:
     """The rules of `attention`, for files that store queries, keys and values as one tensor."""
-    qkv = tuple(View(f"model.layers.{LAYER}.self_attn.qkv_proj.weight", "q+k+k h", part) for part in range(3))
+    qkv = tuple(View(f"model.layers.{LAYER}.self_attn.qkv_proj.weight", "q+k+o h", part) for part in range(3))
     norm, _, output = attention()
     return (norm, Rule(f"{_OURS}.self_attention.linear_qkv.weight", qkv, "groups"), output)
 
@@ -77,7 +85,7 @@ def qkv_bias(model: str = "model", *, needs: str = "") -> tuple[Rule, ...]:
             (
                 View(f"{layer}.q_proj.bias", "q"),
                 View(f"{layer}.k_proj.bias", "k"),
-                View(f"{layer}.v_proj.bias", "k"),
+                View(f"{layer}.v_proj.bias", "o"),
             ),
             "groups",
             needs=needs,
@@ -90,9 +98,10 @@ def attention_output_bias(*, needs: str = "") -> tuple[Rule, ...]:
     return (Rule(f"{_OURS}.self_attention.linear_proj.bias", (bias,), needs=needs),)
 
 
-def sinks() -> tuple[Rule, ...]:
-    name = f"model.layers.{LAYER}.self_attn.sinks"
-    return (Rule(f"{_OURS}.self_attention.core_attention.softmax_offset", (View(name, "a"),)),)
+def sinks(name: str = "sinks", kind: LayerKind | None = None) -> tuple[Rule, ...]:
+    """The rule of sinks.  name: of the tensor in files; kind: kind of the layers with sinks; None: all"""
+    view = View(f"model.layers.{LAYER}.self_attn.{name}", "a")
+    return (Rule(f"{_OURS}.self_attention.core_attention.softmax_offset", (view,), kind=kind),)
 
 
 def optional_biases() -> tuple[Rule, ...]:
@@ -107,16 +116,23 @@ def optional_biases() -> tuple[Rule, ...]:
     )
 
 
-def qk_norm(model: str = "model", *, across_heads: bool = False, kind: LayerKind | None = None) -> tuple[Rule, ...]:
+def qk_norm(
+    model: str = "model",
+    *,
+    names: tuple[str, str] = ("q_norm", "k_norm"),
+    across_heads: bool = False,
+    kind: LayerKind | None = None,
+) -> tuple[Rule, ...]:
     """The rules of norms on queries and keys.
 
-    across_heads: one norm over all heads, not one for each head; kind: kind of the layers with the norms; None: all
+    names: of the norms in files; across_heads: one norm over all heads, not one for each head
+    kind: kind of the layers with the norms; None: all
     """
     layer = f"{model}.layers.{LAYER}.self_attn"
     queries, keys = ("q", "k") if across_heads else ("d", "d")
     return (
-        Rule(f"{_OURS}.self_attention.q_layernorm.weight", (View(f"{layer}.q_norm.weight", queries),), kind=kind),
-        Rule(f"{_OURS}.self_attention.k_layernorm.weight", (View(f"{layer}.k_norm.weight", keys),), kind=kind),
+        Rule(f"{_OURS}.self_attention.q_layernorm.weight", (View(f"{layer}.{names[0]}.weight", queries),), kind=kind),
+        Rule(f"{_OURS}.self_attention.k_layernorm.weight", (View(f"{layer}.{names[1]}.weight", keys),), kind=kind),
     )
 
 
@@ -153,16 +169,17 @@ def joint_mlp() -> tuple[Rule, ...]:
     return (norm, Rule(f"{_OURS}.mlp.linear_fc1.weight", gate_up), down)
 
 
-def experts(block: str, gate: str, up: str, down: str, model: str = "model") -> tuple[Rule, ...]:
+def experts(block: str, gate: str, up: str, down: str, model: str = "model", router: str = "gate") -> tuple[Rule, ...]:
     """The rules of a mixture of experts, which replace `mlp`.
 
     block: name of the module that contains router and experts; gate, up, down: names of an expert's matrices
+    router: name of the router in the module
     """
     layer = f"{model}.layers.{LAYER}"
     expert = f"{layer}.{block}.experts.{EXPERT}"
     return (
         Rule(f"{_OURS}.pre_mlp_layernorm.weight", (View(f"{layer}.post_attention_layernorm.weight", "h"),)),
-        Rule(f"{_OURS}.mlp.router.weight", (View(f"{layer}.{block}.gate.weight", "x h"),)),
+        Rule(f"{_OURS}.mlp.router.weight", (View(f"{layer}.{block}.{router}.weight", "x h"),)),
         Rule(
             f"{_OURS}.mlp.experts.experts.linear_fc1.weight",
             (View(f"{expert}.{gate}.weight", "e W"), View(f"{expert}.{up}.weight", "e W")),
@@ -225,14 +242,14 @@ def interleaved_expert_biases() -> tuple[Rule, ...]:
 
 
 def shared_expert(
-    name: str = "shared_expert", gate: str | None = "shared_expert_gate", model: str = "model"
+    name: str = "shared_expert", gate: str | None = "shared_expert_gate", model: str = "model", needs: str = ""
 ) -> tuple[Rule, ...]:
-    """The rules of a shared expert.  gate: name of the shared expert's gate; None: no gate"""
+    """The rules of a shared expert.  gate: name of the shared expert's gate; None: no gate; needs: see `Rule`"""
     module, ours = f"{model}.layers.{LAYER}.mlp", f"{_OURS}.mlp.shared_experts"
     projections = [View(f"{module}.{name}.{part}_proj.weight", "s h") for part in ("gate", "up")]
     rules = (
-        Rule(f"{ours}.linear_fc1.weight", tuple(projections)),
-        Rule(f"{ours}.linear_fc2.weight", (View(f"{module}.{name}.down_proj.weight", "h s"),)),
+        Rule(f"{ours}.linear_fc1.weight", tuple(projections), needs=needs),
+        Rule(f"{ours}.linear_fc2.weight", (View(f"{module}.{name}.down_proj.weight", "h s"),), needs=needs),
     )
     return rules if gate is None else (*rules, Rule(f"{ours}.gate_weight", (View(f"{module}.{gate}.weight", "1 h"),)))
 

@@ -21,12 +21,21 @@ def from_a_layer_on() -> dict[str, Computed]:
     return _computed(lambda content, layer: layer >= int(content.get("max_window_layers", 28)), switch=_USES)
 
 
+def where_listed(default: int | None) -> dict[str, Computed]:
+    """Windows in the layers that layer_types names; without layer_types in none.
+
+    default: size of the window in tokens, if config.json has no sliding_window
+    """
+    return _computed(lambda content, layer: False, default=default)
+
+
 def all_but_every(
     interval: int,
     name: str | None = None,
     *,
     default: int = 4096,
     first_is_full: bool = False,
+    starts_full: bool = False,
     last_is_full: bool = False,
 ) -> dict[str, Computed]:
     """Windows in all layers, but full attention in layers interval, 2 * interval, ...
@@ -35,6 +44,7 @@ def all_but_every(
     name: key of config.json that replaces `interval`, if config.json has the key
     default: size of the window in tokens, if config.json has no sliding_window
     first_is_full: the layers with full attention are 1, 1 + interval, 1 + 2 * interval, ... instead
+    starts_full: the first layer also has full attention
     last_is_full: the last layer also has full attention
     """
 
@@ -42,14 +52,14 @@ def all_but_every(
         count = content.get(name, interval) if name else interval
         if type(count) is not int or count < 1:
             raise ValueError(f"{name} = {count} is not supported without {_TYPES}")
-        is_last = last_is_full and layer + 1 == content.get("num_hidden_layers")
+        is_last = (last_is_full and layer + 1 == content.get("num_hidden_layers")) or (starts_full and layer == 0)
         return (layer if first_is_full else layer + 1) % count != 0 and not is_last
 
     return _computed(has_window, default=default)
 
 
 def _computed(
-    has_window: Callable[[Mapping[str, Any], int], bool], switch: str | None = None, default: int = 4096
+    has_window: Callable[[Mapping[str, Any], int], bool], switch: str | None = None, default: int | None = 4096
 ) -> dict[str, Computed]:
     """The computed keys sliding_window and sliding_window_layers.
 

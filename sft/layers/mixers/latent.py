@@ -11,7 +11,8 @@ from sft.config import Config, ModelConfig
 from sft.layers.mixer import Mixer, MixerBytes
 from sft.layers.mixers.parent_bytes import parent_keys
 from sft.layers.mixers.softmax import heads, pair_width
-from sft.layers.mixers.softmax_bytes import TransformerEngineBytes, num_head_groups, query_sums
+from sft.layers.mixers.softmax_bytes import num_head_groups, query_sums
+from sft.layers.mixers.te_bytes import TransformerEngineBytes
 from sft.layers.moved import Moved
 from sft.layers.rank_share import FP32, RankShare
 from sft.layers.weight import LayerWeight, has_input_norms
@@ -86,7 +87,7 @@ class LatentBytes(MixerBytes):
         outputs and gradients of a call, and its results.  Calls to parents come later (`parent_keys`).
         """
         width, heads = self.rank.width, self._heads / self._groups
-        gradients = width * (self._heads * self.model.value_head_dim + self.queries)
+        gradients = width * (self._heads * self.model.resolved_value_head_dim + self.queries)
         sums = query_sums(
             self.rank, heads, tokens, width=self.model.resolved_head_dim, is_deterministic=self.is_deterministic
         )
@@ -130,7 +131,7 @@ class LatentBytes(MixerBytes):
 
     @property
     def _key_and_value(self) -> int:
-        return self._heads * (self.model.resolved_head_dim + self.model.value_head_dim)
+        return self._heads * (self.model.resolved_head_dim + self.model.resolved_value_head_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +160,7 @@ class ExpandedBytes(TransformerEngineBytes):
     @property
     def pairs(self) -> float:
         model = self.model
-        return model.num_attention_heads * (model.resolved_head_dim + model.value_head_dim) / self.rank.tp
+        return model.num_attention_heads * (model.resolved_head_dim + model.resolved_value_head_dim) / self.rank.tp
 
     def rotary(self, pack: float) -> float:
         return _rotary(self, pack)
@@ -171,7 +172,7 @@ class ExpandedBytes(TransformerEngineBytes):
 
     @property
     def _outputs(self) -> float:
-        return self.model.num_attention_heads * self.model.value_head_dim / self.rank.tp
+        return self.model.num_attention_heads * self.model.resolved_value_head_dim / self.rank.tp
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,6 @@ class LatentAttention(Mixer):
             "L": latent.kv_lora_rank or 0,
             "C": latent.compressed_width,
             "B": heads * (latent.qk_nope_head_dim + latent.v_head_dim),
-            "O": heads * model.value_head_dim,
         }
 
     @classmethod
@@ -237,7 +237,7 @@ class LatentAttention(Mixer):
         model, latent = self.model, self.model.latent_attention
         num_heads, rotary = model.num_attention_heads / rank.tp, latent.qk_rope_head_dim
         latents = ((latent.q_lora_rank or 0) + (latent.kv_lora_rank or 0)) * rank.sequence
-        joined = num_heads * (2 * model.resolved_head_dim + model.value_head_dim) + 2 * latent.compressed_width
+        joined = num_heads * (2 * model.resolved_head_dim + model.resolved_value_head_dim) + 2 * latent.compressed_width
         forward = rank.width * 2 * (latents + joined + 2 * num_heads * rotary + rotary)
         return Moved(forward, _BACKWARD * forward, rank.width * 2 * latents * is_portable)
 
@@ -245,5 +245,5 @@ class LatentAttention(Mixer):
         """Elements per token that a rank sends.  DeepSeek-V3 on the portable backend: 576"""
         if config.shares_latents:
             return self.model.latent_attention.compressed_width
-        widths = self.model.resolved_head_dim + self.model.value_head_dim
+        widths = self.model.resolved_head_dim + self.model.resolved_value_head_dim
         return self.model.num_attention_heads // config.parallel.tp * widths

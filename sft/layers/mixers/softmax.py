@@ -11,11 +11,12 @@ from sft.layers.mixers.head_chunks import ChunkedBytes
 from sft.layers.mixers.softmax_bytes import (
     PortableBytes,
     SoftmaxBytes,
-    TransformerEngineBytes,
     all_kinds,
     has_flash,
+    head_elements,
     num_head_groups,
 )
+from sft.layers.mixers.te_bytes import TransformerEngineBytes
 from sft.layers.moved import Moved
 from sft.layers.rank_share import FP32, RankShare
 from sft.layers.weight import LayerWeight, has_input_norms
@@ -36,7 +37,7 @@ _WEIGHTS = (
     LayerWeight(f"{_A}.q_layernorm.weight", "q", "norm", step=2, has="qk_norm_across_heads"),
     LayerWeight(f"{_A}.k_layernorm.weight", "k", "norm", step=2, has="qk_norm_across_heads"),
     LayerWeight(f"{_A}.core_attention.softmax_offset", "a", "kernel", "rows", step=2, has="attention_sinks"),
-    LayerWeight(f"{_A}.linear_proj.weight", "h q", "matrix", "columns", "attention", 3),
+    LayerWeight(f"{_A}.linear_proj.weight", "h O", "matrix", "columns", "attention", 3),
     LayerWeight(f"{_A}.linear_proj.bias", "h", "bias", step=3, has="attention_output_bias"),
 )
 
@@ -47,13 +48,22 @@ def heads(model: ModelConfig) -> dict[str, int]:
         "model.num_attention_heads": model.num_attention_heads,
         "model.num_query_groups": model.resolved_query_groups,
     }
-    groups = model.full_attention.num_query_groups
-    return numbers | ({"model.full_attention.num_query_groups": groups} if groups else {})
+    full = model.full_attention
+    own = {"num_attention_heads": full.num_attention_heads, "num_query_groups": full.num_query_groups}
+    return numbers | {f"model.full_attention.{name}": number for name, number in own.items() if number}
+
+
+def qkv_rows(model: ModelConfig) -> int:
+    """Rows of the projection to queries, gates, keys and values."""
+    queries, keys = model.num_attention_heads * model.resolved_head_dim, model.resolved_query_groups
+    gates = queries * model.attention_output_gate + model.num_attention_heads * bool(model.attention_head_gate)
+    values = model.resolved_value_head_dim * model.full_attention.projects_values
+    return queries + gates + keys * (model.resolved_head_dim + values)
 
 
 def pair_width(model: ModelConfig) -> float:
     """heads x (key width + value width) / 2.  Forward takes 4 x this many FLOPs for each query and visible key."""
-    return model.num_attention_heads * (model.resolved_head_dim + model.value_head_dim) / 2
+    return model.num_attention_heads * (model.resolved_head_dim + model.resolved_value_head_dim) / 2
 
 
 @dataclass(frozen=True)
@@ -84,11 +94,11 @@ class SoftmaxAttention(Mixer):
         return heads(model)
 
     def te_widths(self, tp: int) -> dict[str, int]:
-        num_heads, groups = self.model.num_attention_heads, self.model.resolved_query_groups
-        width = self.model.resolved_head_dim
         return {
-            "num_attention_heads x head_dim / tp": num_heads * width // tp,
-            "(num_attention_heads + 2 x num_query_groups) x head_dim / tp": (num_heads + 2 * groups) * width // tp,
+            "num_attention_heads x head_dim / tp": self.model.num_attention_heads
+            * self.model.resolved_value_head_dim
+            // tp,
+            "(num_attention_heads + 2 x num_query_groups) x head_dim / tp": qkv_rows(self.model) // tp,
         }
 
     @property
@@ -102,17 +112,17 @@ class SoftmaxAttention(Mixer):
         The gate of the output is one kernel, after a copy.
         """
         model = self.model
-        queries = model.num_attention_heads * model.resolved_head_dim / rank.tp
-        keys = model.resolved_query_groups * model.resolved_head_dim / rank.tp
+        queries, keys, values, outputs = head_elements(model, rank)
         gate, bias = queries * model.attention_output_gate, rank.hidden(model) * model.attention_output_bias
-        copied, rotated = 2 * (queries + 2 * keys), 2 * (queries + keys)
-        normed = (queries + keys) * model.qk_norm + keys * model.value_norm
+        by_head = outputs * bool(model.attention_head_gate)  # plain torch: two passes in forward, six in backward
+        copied, rotated = 2 * (queries + keys + values), 2 * (queries + keys)
+        normed = (queries + keys) * model.qk_norm + values * model.value_norm
         own = self.passes_around_kernel(rank) if is_portable else Moved()
         in_chunks = config.train.head_chunks is not None  # backward then copies and norms heads again
         recomputed = in_chunks * (copied + 2 * normed)
-        backward = recomputed + copied + 3 * normed + (2 if is_portable else 1) * rotated + 7 * gate
+        backward = recomputed + copied + 3 * normed + (2 if is_portable else 1) * rotated + 7 * gate + 6 * by_head
         return Moved(
-            rank.width * (copied + 2 * normed + rotated + 5 * gate) + 2 * bias + own.forward,
+            rank.width * (copied + 2 * normed + rotated + 5 * gate + 2 * by_head) + 2 * bias + own.forward,
             rank.width * backward + bias + own.backward,
             rank.width * 2 * normed * (is_portable and not in_chunks),  # Transformer Engine saves the norms' outputs
         )
@@ -121,16 +131,15 @@ class SoftmaxAttention(Mixer):
         """Bytes that packed_attention.py moves around the kernel: copies of the output and of gradients, and the
         correction of the output for sinks and their gradient, in fp32."""
         model = self.model
-        queries = model.num_attention_heads * model.resolved_head_dim / rank.tp
-        keys = model.resolved_query_groups * model.resolved_head_dim / rank.tp
-        sinks = model.attention_sinks * queries
-        forward = rank.width * 2 * queries + sinks * (2 * rank.width + 2 * FP32)
-        backward = rank.width * 2 * (queries + 2 * keys) + sinks * (2 * rank.width + 6 * FP32)
+        queries, keys, values, outputs = head_elements(model, rank)
+        sinks = model.attention_sinks * outputs
+        forward = rank.width * 2 * outputs + sinks * (2 * rank.width + 2 * FP32)
+        backward = rank.width * 2 * (queries + keys + values) + sinks * (2 * rank.width + 6 * FP32)
         return Moved(forward, backward)
 
     def sent(self, config: Config) -> int:
         """Elements per token that a rank sends.  Llama 8B on tp 2: 4 key heads x 2 x 128 -> 1024"""
-        widths = self.model.resolved_head_dim + self.model.value_head_dim
+        widths = self.model.resolved_head_dim + self.model.resolved_value_head_dim
         return self.model.resolved_query_groups // config.parallel.tp * widths
 
 
@@ -141,16 +150,18 @@ class FullAttention(SoftmaxAttention):
     @staticmethod
     def narrowed(model: ModelConfig) -> ModelConfig:
         full = model.full_attention
-        if not full.is_used:
+        if not model.has_own_windows:
             return model
         return model.model_copy(
             update={
                 "sliding_window_layers": None,
                 "sliding_window": None,
-                "head_dim": full.head_dim or model.head_dim,
-                "num_query_groups": full.num_query_groups or model.num_query_groups,
+                "head_dim": full.head_dim or model.resolved_head_dim,
+                "num_attention_heads": full.num_attention_heads or model.num_attention_heads,
+                "num_query_groups": full.num_query_groups or model.resolved_query_groups,
+                "attention_sinks": model.attention_sinks and full.sinks,
                 "full_attention": FullAttentionConfig(keys_as_values=full.keys_as_values),
-                "rope": model.rope.model_copy(update={"window_base": None}),
+                "rope": model.rope.model_copy(update={"window_base": None, "window_fraction": None}),
             }
         )
 
@@ -160,7 +171,8 @@ class FullAttention(SoftmaxAttention):
             return cls.kind
         own = cls.narrowed(model)
         values = ", which are also values" if own.full_attention.keys_as_values else ""
-        return f"{cls.kind} of {own.resolved_query_groups} keys of {own.resolved_head_dim}{values}"
+        queries = f"{own.num_attention_heads} heads, " if model.full_attention.num_attention_heads else ""
+        return f"{cls.kind} of {queries}{own.resolved_query_groups} keys of {own.resolved_head_dim}{values}"
 
     def first_share(self, config: Config) -> float:
         """The first head group's share of the gathered bytes.  The other groups travel while attention computes.

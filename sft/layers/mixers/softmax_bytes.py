@@ -1,7 +1,7 @@
-"""Bytes of activations of softmax attention, on the portable backend and on Transformer Engine.
+"""Bytes of activations of softmax attention: what both backends share, and those of the portable backend.
 
-Both save queries, keys, values and outputs; te also saves outputs of norms.  The portable backend gathers keys and
-values over cp, and te sends them as parallel.cp_comm says.
+Both save queries, keys, values and outputs; te (te_bytes.py) also saves outputs of norms.  The portable backend gathers
+keys and values over cp, and te sends them as parallel.cp_comm says.
 """
 
 import math
@@ -51,6 +51,13 @@ def has_flash(model: ModelConfig) -> bool:
     return model.attention_softcap is None and model.resolved_head_dim <= MAX_FLASH_HEAD
 
 
+def head_elements(model: ModelConfig, rank: RankShare) -> tuple[float, float, float, float]:
+    """Elements per token of the queries, keys, values and outputs on this rank."""
+    heads, groups = model.num_attention_heads / rank.tp, model.resolved_query_groups / rank.tp
+    keys, values = model.resolved_head_dim, model.resolved_value_head_dim
+    return heads * keys, groups * keys, groups * values, heads * values
+
+
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxBytes(MixerBytes):
     """The bytes that the portable and the te backend share."""
@@ -62,22 +69,24 @@ class SoftmaxBytes(MixerBytes):
 
     @property
     def saved(self) -> dict[str, float]:
-        queries, pairs = (self.rank.width * numbers for numbers in (self.queries, self.pairs))
-        projected = pairs * self.model.full_attention.num_kv_projections / 2
+        queries, keys, values, outputs = (self.rank.width * x for x in head_elements(self.model, self.rank))
+        heads, by_head = self.model.num_attention_heads / self.rank.tp, self.model.attention_head_gate
         # On a GPU the product with the gate is compiled, and its backward computes the fp32 gate again.
         gate = (self.rank.width if self.rank.is_fused else FP32) * self.queries
+        if by_head:  # in fp32 and as a factor, which in fp32 is the sigmoid itself
+            gate = heads * (FP32 + self.rank.width * (by_head == "softplus" or self.rank.width < FP32))
         return {
-            "queries, keys, values": queries + projected,
-            "attention's output": queries * self.num_saved_outputs,
-            "log-sum-exp": FP32 * self.model.num_attention_heads / self.rank.tp,
-            **({GATED: gate + queries} if self.model.attention_output_gate else {}),
+            "queries, keys, values": queries + keys + values * self.model.full_attention.projects_values,
+            "attention's output": outputs * self.num_saved_outputs,
+            "log-sum-exp": FP32 * heads,
+            **({GATED: gate + outputs} if self.model.attention_output_gate or by_head else {}),
         }
 
     @property
     def norm_outputs(self) -> dict[str, float]:
         normed = {
-            "normed queries and keys": (self.queries + self.pairs / 2) * self.model.qk_norm,
-            "normed values": self.pairs / 2 * self.model.value_norm,
+            "normed queries and keys": (self.queries + self.keys) * self.model.qk_norm,
+            "normed values": (self.pairs - self.keys) * self.model.value_norm,
         }
         return {name: self.rank.width * numbers for name, numbers in normed.items() if numbers}
 
@@ -101,23 +110,30 @@ class SoftmaxBytes(MixerBytes):
     @property
     def queries(self) -> float:
         """Elements per token of the queries on this rank."""
-        return self.model.num_attention_heads * self.model.resolved_head_dim / self.rank.tp
+        return head_elements(self.model, self.rank)[0]
+
+    @property
+    def keys(self) -> float:
+        """Elements per token of the keys on this rank."""
+        return head_elements(self.model, self.rank)[1]
 
     @property
     def pairs(self) -> float:
         """Elements per token of the keys and values on this rank."""
-        return 2 * self.model.resolved_query_groups * self.model.resolved_head_dim / self.rank.tp
+        return sum(head_elements(self.model, self.rank)[1:3])
 
     @property
     def unsummed(self) -> float:
         """Elements per token of the gradients of keys and values for each query head.  The kernel then sums them over
         the query heads of a key head.  0 if each query head has its own key head."""
-        return 2 * self.queries if self.model.num_attention_heads > self.model.resolved_query_groups else 0.0
+        queries, _, _, outputs = head_elements(self.model, self.rank)
+        return queries + outputs if self.model.num_attention_heads > self.model.resolved_query_groups else 0.0
 
     @property
     def rotated(self) -> float:
         """Bytes per token of rotated queries and keys, and of the gradients of output and queries."""
-        return self.rank.width * (3 * self.queries + self.pairs / 2)
+        queries, keys, _, outputs = head_elements(self.model, self.rank)
+        return self.rank.width * (2 * queries + outputs + keys)
 
 
 class _Kernel(NamedTuple):
@@ -129,6 +145,7 @@ class _Kernel(NamedTuple):
     is_unsummed   it holds the gradients of keys and values for each query head, before it sums them per key head
     copies_views  with several head groups, it copies the queries, keys and values of a group
     starts_all_blocks  it starts as many blocks for each sequence as for the longest (sft/parallel/length_classes.py)
+    pads_values   it needs values as wide as keys; copies of values, outputs and their gradients are padded
     """
 
     is_flash: bool = True
@@ -137,11 +154,12 @@ class _Kernel(NamedTuple):
     is_unsummed: bool = False
     copies_views: bool = False
     starts_all_blocks: bool = False
+    pads_values: bool = False
 
 
 _PLAIN = _Kernel(is_flash=False)
 # FlashAttention-4 may run instead, and takes no more memory.
-_FLASH2 = _Kernel(sums_queries=True, is_unsummed=True, starts_all_blocks=True)
+_FLASH2 = _Kernel(sums_queries=True, is_unsummed=True, starts_all_blocks=True, pads_values=True)
 _FLASH4 = _Kernel(sums_queries=True, sums_pairs=True)
 _FFPA = _Kernel(copies_views=True)
 
@@ -176,10 +194,15 @@ class PortableBytes(SoftmaxBytes):
 
     def _working(self, pack: float) -> tuple[float, float]:
         """`local` and `gathered` of the kernel and the kind of layer, full or window, for which their sum is larger."""
-        kinds = all_kinds(self.model) if self.kinds is None else self.kinds
+        model = self.model
+        kinds = all_kinds(model) if self.kinds is None else self.kinds
         if self.kernel is None:
             kernels = (replace(self, kernel=kernel, kinds=kinds) for kernel in self._kernels)
             return max((own._working(pack) for own in kernels), key=sum)
+        if self._kernel.pads_values and model.value_head_dim is not None and not model.latent_attention.is_used:
+            padded = replace(self, model=model.model_copy(update={"value_head_dim": None}))
+            local, gathered = padded._working(pack)  # by the source; not measured on a GPU
+            return local + self.rank.width * 2 * self.queries * pack / self.rank.cp, gathered
         full, window = "full attention" in kinds, "window attention" in kinds
         return max([self._full_layer(pack)] * full + [self._window_layer(pack)] * window, key=sum)
 
@@ -280,39 +303,3 @@ class PortableBytes(SoftmaxBytes):
         if has_flash(self.model):
             return [_FLASH2]
         return [_PLAIN, _FFPA if self.model.resolved_head_dim > MAX_FLASH_HEAD else _FLASH4]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TransformerEngineBytes(SoftmaxBytes):
-    """Bytes of the te backend, from its source; checked on simulated GPUs (docs/numbers/performance.md)."""
-
-    cp_comm: str = "p2p"
-    norm_outputs_are_saved = True
-
-    @property
-    def num_saved_outputs(self) -> int:
-        """2 with a2a (the kernel's output and the output after the all-to-all), otherwise 1."""
-        return 2 if self.rank.cp > 1 and self.cp_comm.startswith("a2a") else 1
-
-    @property
-    def kept(self) -> dict[str, float]:
-        """A ring also keeps its buffer of keys and values, and an all-to-all what it has received, by the source of
-        Transformer Engine.  Recomputation cannot lend these tensors."""
-        sent = 0.0
-        if self.rank.cp > 1 and self.cp_comm != "all_gather":
-            sent = self.rank.width * (self.pairs + self.queries * self.cp_comm.startswith("a2a"))
-        return super().kept | ({"received over cp": sent} if sent else {})
-
-    def rotary(self, pack: float) -> float:
-        """Bytes of the fp32 angles of the longest document, which may be the whole pack."""
-        return float(FP32) * pack * self.model.rotary_dim
-
-    def gathered(self, pack: float) -> float:
-        """Bytes of gathered keys and values.
-
-        p2p holds the parts of two ranks.  a2a holds the pack for the heads of the rank.  all_gather holds several
-        copies of the pack (measured: 6.5 copies at cp 2, 7.8 at cp 4, no more at cp 8).
-        """
-        if self.rank.cp == 1:
-            return 0.0
-        return self.rank.width * self.pairs * (8.0 if self.cp_comm == "all_gather" else 4 / self.rank.cp) * pack

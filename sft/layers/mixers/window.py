@@ -14,7 +14,7 @@ class WindowAttention(SoftmaxAttention):
 
     @staticmethod
     def narrowed(model: ModelConfig) -> ModelConfig:
-        if not model.full_attention.is_used:
+        if not model.has_own_windows:
             return model
         return model.model_copy(
             update={

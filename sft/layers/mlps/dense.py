@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from sft.config import ModelConfig
+from sft.layers.mlps.limits import has_plain_swiglu
 from sft.layers.moved import Moved, activation, around
 from sft.layers.rank_share import RankShare
 from sft.layers.second_half import Mlp, MlpBackward
@@ -25,7 +26,7 @@ class DenseMlp(Mlp):
 
     def saved_inside(self, rank: RankShare) -> dict[str, float]:
         ffn, gates = rank.width * self.model.ffn_hidden_size / rank.tp, has_gate(self.model)
-        unfused = {} if rank.is_fused or self.model.activation != "swiglu" else {"silu and up": 2 * ffn}
+        unfused = {} if rank.is_fused or not has_plain_swiglu(self.model) else {"silu and up": 2 * ffn}
         return {"gate and up": (1 + gates) * ffn, "gated": ffn, **unfused}
 
     def kept_by_selective(self, *, norm_outputs_are_saved: bool) -> set[str]:

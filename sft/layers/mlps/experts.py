@@ -6,6 +6,7 @@ Bytes are an approximation: they assume that each rank receives equally many tok
 from dataclasses import dataclass
 
 from sft.config import ModelConfig
+from sft.layers.mlps.limits import has_plain_swiglu
 from sft.layers.moved import Moved, activation, around, total
 from sft.layers.rank_share import FP32, RankShare
 from sft.layers.second_half import MLP_NORM, MLP_OUTPUT, NORM_SCALE, Mlp, MlpBackward
@@ -65,7 +66,7 @@ class Experts(Mlp):
             "sent to experts": sent * rank.etp,  # each etp rank has all tokens of its expert, and a part of its width
             "gate and up": (1 + has_gate(model)) * ffn,
             "gated": ffn,
-            **({} if rank.is_fused or model.activation != "swiglu" else {UNFUSED: 3 * ffn}),
+            **({} if rank.is_fused or not has_plain_swiglu(model) else {UNFUSED: 3 * ffn}),
             **({LATENT: rank.sequence * rank.width * expert_width(model)} if model.moe.latent_size else {}),
             **self._shared_expert(rank),
             **self._own_norms(rank),

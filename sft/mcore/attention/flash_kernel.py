@@ -74,7 +74,8 @@ class Demand(NamedTuple):
         """The rate of the kernel for such layers; None: nothing is known, or it does not compute them."""
         architecture = kernel_rates.architecture_of(self.gpu[0])
         has_softcap = self.softcap is not None
-        return kernel_rates.rate(kernel, architecture, self.key_width, self.value_width, self.has_window, has_softcap)
+        widths, is_grouped = (self.key_width, self.value_width), self.heads_per_key > 1
+        return kernel_rates.rate(kernel, architecture, *widths, self.has_window, has_softcap, is_grouped)
 
 
 @dataclass(frozen=True)

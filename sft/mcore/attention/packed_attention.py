@@ -169,6 +169,22 @@ def _backward_by_group(
     return returns, dsinks
 
 
+def rotated(query: Tensor, key: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    """Rotated query and key [t, heads, d], for norms between rotation and attention.  Autograd saves nothing."""
+    return _Rotated.apply(query, rotation, True), _Rotated.apply(key, rotation, False)
+
+
+class _Rotated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rotation: Rotation, is_query: bool) -> Tensor:
+        ctx.undo = rotation.query_gradient if is_query else rotation.undo
+        return rotation.apply_to_query(x) if is_query else rotation.apply(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.undo(grads[0]), None, None
+
+
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Add sinks [heads] to the result of a kernel: out [t, heads, d] and lse [heads, t] -> corrected out and lse."""
     scores = sinks.to(lse.dtype)[:, None]

@@ -66,7 +66,7 @@ def demand_of(config: Config, mixer: Mixer, device_type: str) -> Demand:
         device_type,
         params_dtype(config),
         model.resolved_head_dim,
-        model.value_head_dim,
+        model.resolved_value_head_dim,
         heads_per_key=model.num_attention_heads // model.resolved_query_groups,
         has_window=mixer.window is not None,
         softcap=model.attention_softcap,

@@ -5,7 +5,7 @@ queries and keys, so core does not.  It gets keys and values of other ranks over
 (packed_attention.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from sft.config import Config, ModelConfig
 from sft.config.mixer_section import LayerKind
 from sft.layers.kinds import all_layer_groups, model_of_kind
 from sft.mcore.attention import rope
-from sft.mcore.attention.packed_attention import AttentionKernel, AttentionSetting, packed_attention
+from sft.mcore.attention.packed_attention import AttentionKernel, AttentionSetting, packed_attention, rotated
 from sft.mcore.backend import AttentionBackend, PackedDocuments
 from sft.mcore.backends.kernels import Chosen
 from sft.mcore.latent_attention.core_attention import SharedLatents
@@ -77,14 +77,17 @@ class PortableAttention(OwnWeights):
     ) -> None:
         super().__init__()
         self.kind = model.kind_of(layer_number)
+        own = model_of_kind(model, self.kind)
         self.rotates = layer_number not in model.rope.skip_layers
         self.has_own_base = self.kind == "window attention" and model.rope.window_base is not None
         is_scaled = self.rotates and not self.has_own_base
-        self.scale = softmax_scale if is_scaled else rope.plain_scale(model_of_kind(model, self.kind))
+        self.scale = softmax_scale if is_scaled else rope.plain_scale(own)
         self.tp_group = pg_collection.tp
+        # Norms of rotated queries and keys; None: norms, if there are any, come before.
+        self.norm_rotated: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
         self.softmax_offset = None  # core's name for the scores of sinks
-        if model.attention_sinks:
-            num_heads = model.num_attention_heads // self.tp_group.size()
+        if own.attention_sinks:
+            num_heads = own.num_attention_heads // self.tp_group.size()
             self.softmax_offset = torch.nn.Parameter(torch.empty(num_heads, dtype=config.params_dtype))
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
@@ -103,6 +106,10 @@ class PortableAttention(OwnWeights):
         documents = packed_seq_params
         assert documents is not None and attention_mask is None and attention_bias is None
         setting = self.setting(documents)
+        if self.norm_rotated is not None:
+            if setting.rotation is not None:
+                query, key = rotated(query, key, setting.rotation)
+            (query, key), setting = self.norm_rotated(query, key), setting._replace(rotation=None)
 
         def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
             return packed_attention(query, key, value, *setting, sinks)

@@ -158,8 +158,8 @@ class Routing:
 
         softmax, logits 2, 1, 0, top_k 2 -> weights 0.731, 0.269, 0; without normalize_top_k 0.665, 0.245, 0
         """
-        if moe.score_function == "sigmoid":
-            return _by_sigmoid(logits, moe, bias)
+        if moe.score_function == "sigmoid" or bias is not None:
+            return _by_scores(logits, moe, bias)
         weights, chosen = topk_routing_with_score_function(
             logits, moe.top_k, use_pre_softmax=not moe.normalize_top_k, scaling_factor=moe.scaling_factor
         )
@@ -173,9 +173,11 @@ class Routing:
         return scores / scores.sum(-1, keepdim=True), _among_largest(scores.detach(), moe.top_k)
 
 
-def _by_sigmoid(logits: Tensor, moe: MoeConfig, bias: Tensor | None) -> Routing:
-    """Scores 0.6, 0.5, 0.2, bias 0, 0, 0.4, top_k 2 -> weights 0.75, 0, 0.25; without normalize_top_k 0.6, 0, 0.2"""
-    scores = logits.sigmoid()
+def _by_scores(logits: Tensor, moe: MoeConfig, bias: Tensor | None) -> Routing:
+    """The choice by scores plus `bias`; the weights are the scores of the chosen experts.
+
+    Scores 0.6, 0.5, 0.2, bias 0, 0, 0.4, top_k 2 -> weights 0.75, 0, 0.25; without normalize_top_k 0.6, 0, 0.2"""
+    scores = logits.sigmoid() if moe.score_function == "sigmoid" else logits.softmax(-1)
     ranked = scores.detach() if bias is None else scores.detach() + bias
     if moe.num_groups > 1:
         ranked = _within_best_groups(ranked, moe)

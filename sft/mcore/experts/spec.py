@@ -8,6 +8,7 @@ from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.identity_op import IdentityOp
 
 from sft.config import ModelConfig
+from sft.layers.mlps.limits import limits_of
 from sft.mcore.experts.grouped import with_own_activation
 from sft.mcore.experts.latent import LatentExperts, with_latent_size
 from sft.mcore.experts.layer import ExpertLayer
@@ -18,12 +19,14 @@ from sft.mcore.modules.biases import submodules_of, with_submodules
 from sft.mcore.modules.library import ModuleLibrary
 
 
-def with_experts(spec: ModuleSpec, model: ModelConfig, library: ModuleLibrary, *, recompute: bool) -> ModuleSpec:
+def with_experts(
+    spec: ModuleSpec, model: ModelConfig, library: ModuleLibrary, layer_number: int, *, recompute: bool
+) -> ModuleSpec:
     """`spec`, the library's spec of a layer with experts, with this trainer's router and experts.
 
-    recompute: as in `ExpertLayer`
+    layer_number: from 1; recompute: as in `ExpertLayer`
     """
-    activation = Activation.fields(model)
+    of_shared, activation = (Activation.fields(model, limit) for limit in limits_of(model, layer_number))
     arguments: dict[str, Any] = {"recompute": recompute, "activation": activation}
     mlp, keys = spec.submodules.mlp, spec.submodules.sharded_state_dict_keys_map
     # Core's local spec renames the checkpoint key of the norm before an MLP, but not of the norm before experts.
@@ -34,7 +37,7 @@ def with_experts(spec: ModuleSpec, model: ModelConfig, library: ModuleLibrary, *
         parts.experts = with_own_activation(parts.experts, activation)
     if activation and model.moe.shared_ffn_hidden_size is not None:
         shared = submodules_of(mlp).shared_experts
-        parts = replace(submodules_of(shared), activation_func=Activation.spec(model))
+        parts = replace(submodules_of(shared), activation_func=Activation.spec(of_shared))
         submodules_of(mlp).shared_experts = with_submodules(shared, parts)
     layer: type[ExpertLayer] = ExpertLayer
     if model.moe.own_norms:

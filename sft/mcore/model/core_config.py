@@ -11,12 +11,12 @@ from torch import Tensor
 from sft.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from sft.config.megatron_fields import PERMUTE_FUSION
 from sft.errors import ConfigError
+from sft.layers.mlps.limits import has_plain_swiglu
 from sft.layers.weight import has_gate
 from sft.mcore import fp8, pipeline
 from sft.mcore.attention import rope
 from sft.mcore.backend import AttentionBackend, params_dtype
 from sft.mcore.device import CPU_TRANSFORMER_FIELDS
-from sft.mcore.modules.activation import Activation
 from sft.parallel.layout import Layout
 
 # torch compiles the fused functions that Transformer Engine lacks.  With TORCHDYNAMO_DISABLE=1 they run uncompiled.
@@ -75,7 +75,7 @@ def transformer_config(
             **backend.transformer_fields,
             **dict(gradient_accumulation_fusion=fuses),
             **(CPU_TRANSFORMER_FIELDS if device_type == "cpu" else _CUDA_TRANSFORMER_FIELDS),
-            **(_OWN_ACTIVATION if Activation.fields(model) else {}),
+            **(_OWN_ACTIVATION if not has_plain_swiglu(model) else {}),
         },
         **(_FULL_RECOMPUTE if config.train.repeats_layers else {}),
     )

@@ -8,6 +8,7 @@ from megatron.core.transformer import ModuleSpec
 from sft.config import Config
 from sft.config.halves import MlpKind
 from sft.layers.kinds import model_of_kind
+from sft.layers.mlps.limits import limits_of
 from sft.mcore.backend import AttentionBackend
 from sft.mcore.experts.spec import with_experts
 from sft.mcore.model.halves import without_mlp
@@ -31,27 +32,28 @@ def layer_spec(config: Config, backend: AttentionBackend, tp_group: Any, layer_n
         "has_scalar": model.layer_scalar,
         "frees_memory": config.parallel.shard == "weights",
     }
-    return _SECOND_HALVES[kind](spec, config, backend.library)
+    return _SECOND_HALVES[kind](spec, config, backend.library, layer_number)
 
 
-def _dense(spec: ModuleSpec, config: Config, library: ModuleLibrary) -> ModuleSpec:
+def _dense(spec: ModuleSpec, config: Config, library: ModuleLibrary, layer_number: int) -> ModuleSpec:
     model, train = config.model, config.train
     if model.mlp_bias:
         bias_mlp(spec.submodules.mlp, has_experts=False)
-    if Activation.fields(model):
-        submodules_of(spec.submodules.mlp).activation_func = Activation.spec(model)
+    if activation := Activation.fields(model, limits_of(model, layer_number)[0]):
+        submodules_of(spec.submodules.mlp).activation_func = Activation.spec(activation)
     spec.params |= {"recompute": train.recompute == "selective" or train.mlp_tile is not None, "tile": train.mlp_tile}
     return spec
 
 
-def _experts(spec: ModuleSpec, config: Config, library: ModuleLibrary) -> ModuleSpec:
+def _experts(spec: ModuleSpec, config: Config, library: ModuleLibrary, layer_number: int) -> ModuleSpec:
     if config.model.mlp_bias:
         bias_mlp(spec.submodules.mlp, has_experts=True)
-    return with_experts(spec, config.model, library, recompute=config.train.recompute == "selective")
+    is_selective = config.train.recompute == "selective"
+    return with_experts(spec, config.model, library, layer_number, recompute=is_selective)
 
 
-_SECOND_HALVES: Mapping[MlpKind, Callable[[ModuleSpec, Config, ModuleLibrary], ModuleSpec]] = {
+_SECOND_HALVES: Mapping[MlpKind, Callable[[ModuleSpec, Config, ModuleLibrary, int], ModuleSpec]] = {
     "dense": _dense,
     "experts": _experts,
-    "no MLP": lambda spec, config, library: without_mlp(spec),
+    "no MLP": lambda spec, *_: without_mlp(spec),
 }

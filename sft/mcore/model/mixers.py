@@ -20,7 +20,7 @@ from sft.mcore.latent_attention import multi_latent_attention
 from sft.mcore.model import gated_delta_net, mamba, recurrent_layer
 from sft.mcore.model.halves import without_mixer
 from sft.mcore.model.head_chunks import with_head_chunks
-from sft.mcore.model.own_heads import with_own_heads
+from sft.mcore.model.own_heads import needs_own_heads, with_own_heads
 from sft.mcore.modules.biases import with_bias
 from sft.parallel.branches import Branches
 from sft.parallel.cp_group import CpGroup
@@ -45,7 +45,7 @@ class MixerModule(NamedTuple):
 
 
 def _softmax(spec: ModuleSpec, config: Config, model: ModelConfig, backend: AttentionBackend) -> ModuleSpec:
-    has_own_heads = config.model.full_attention.is_used or model.value_norm
+    has_own_heads = config.model.full_attention.is_used or needs_own_heads(model)
     spec = with_own_heads(spec, model) if has_own_heads else spec
     if model.attention_output_bias:
         attention = spec.submodules.self_attention.submodules

@@ -1,7 +1,8 @@
-"""Activations that megatron-core's own paths lack: GeGLU in tanh form, clamped SwiGLU, and squared ReLU.
+"""Activations that megatron-core's own paths lack: GeGLU in tanh form, SwiGLU with limits, and squared ReLU.
 
     geglu           gelu(gate) * up, gelu in tanh form (Gemma; arXiv:2002.05202)
     clamped_swiglu  gate * sigmoid(alpha * gate) * (up + 1), with gate <= limit and |up| <= limit (arXiv:2508.10925)
+    swiglu          silu(gate) * up, with silu(gate) <= limit and |up| <= limit (Step-3.5); core has it without limits
     relu2           max(x, 0)^2, without a gate (Nemotron-H; arXiv:2109.08668)
 
 The output of linear_fc1 holds this tp rank's gates, then its ups; without a gate, it holds x.  Backward recomputes from
@@ -10,6 +11,7 @@ rounded once.  On CUDA, torch compiles forward and backward, as it compiles core
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from megatron.core.transformer import ModuleSpec
 from torch import Tensor
 
 from sft.config import ModelConfig
+from sft.layers.mlps.limits import has_plain_swiglu
 
 _SLOPE, _CUBIC = math.sqrt(2.0 / math.pi), 0.044715  # gelu(x) = x / 2 * (1 + tanh(_SLOPE * (x + _CUBIC * x^3)))
 
@@ -29,21 +32,26 @@ class Activation(torch.nn.Module):
     """
 
     def __init__(self, *, kind: str, limit: float | None, alpha: float | None, config: Any = None) -> None:
-        """kind: a name above; clamped_swiglu needs limit and alpha; config: unused, core passes it"""
+        """kind: a name above; swiglu needs limit, clamped_swiglu limit and alpha; config: unused, core passes it"""
         super().__init__()
-        assert kind in ("geglu", "relu2") or (limit is not None and alpha is not None)
+        assert kind in ("geglu", "relu2") or (limit is not None and (alpha is None) == (kind == "swiglu"))
         self._setting = kind, limit or 0.0, alpha or 0.0
 
     @staticmethod
-    def fields(model: ModelConfig) -> dict[str, Any]:
-        """Arguments of the constructor; {} with swiglu, which core computes."""
-        if model.activation == "swiglu":
+    def fields(model: ModelConfig, limit: float = math.inf) -> dict[str, Any]:
+        """Arguments of the constructor; {} with swiglu without limits, which core computes.
+
+        limit: of swiglu in this layer (`limits_of`)
+        """
+        if has_plain_swiglu(model):
             return {}
-        return dict(kind=model.activation, limit=model.activation_limit, alpha=model.activation_alpha)
+        own = limit if model.activation == "swiglu" else model.activation_limit
+        return dict(kind=model.activation, limit=own, alpha=model.activation_alpha)
 
     @staticmethod
-    def spec(model: ModelConfig) -> ModuleSpec:
-        return ModuleSpec(module=Activation, params=Activation.fields(model))
+    def spec(fields: Mapping[str, Any]) -> ModuleSpec:
+        """fields: the result of `fields`"""
+        return ModuleSpec(module=Activation, params=dict(fields))
 
     def forward(self, x: Tensor, bias: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
         """x [..., 2 * f], without a gate [..., f] -> [..., f]
@@ -120,6 +128,10 @@ def _computed(x: Tensor, kind: str, limit: float, alpha: float) -> tuple[Tensor,
     if kind == "geglu":
         act, slope = _gelu(gate)
         return act * up, (up * slope, act)
+    if kind == "swiglu":
+        act, slope = _swish(gate, 1.0)
+        is_below, act, factor = act <= limit, act.clamp(max=limit), up.clamp(-limit, limit)
+        return act * factor, (factor * slope * is_below, act * (up.abs() <= limit))
     act, slope = _swish(gate.clamp(max=limit), alpha)
     factor = up.clamp(-limit, limit) + 1.0
     return act * factor, (factor * slope * (gate <= limit), act * (up.abs() <= limit))

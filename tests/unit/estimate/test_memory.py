@@ -16,7 +16,8 @@ from sft.estimate.working_sets import ATTENTION, GATHERED, HEAD, MLP, UPDATE
 from sft.layers.adapters import Trained
 from sft.layers.mixers.delta import DeltaBytes
 from sft.layers.mixers.recurrent import STATE_INTERVAL
-from sft.layers.mixers.softmax_bytes import LARGE_SCORE_TILE, SCORE_TILE, PortableBytes, TransformerEngineBytes
+from sft.layers.mixers.softmax_bytes import LARGE_SCORE_TILE, SCORE_TILE, PortableBytes
+from sft.layers.mixers.te_bytes import TransformerEngineBytes
 from sft.layers.rank_share import RankShare
 from sft.layers.tree_share import TreeDocuments, TreeShare
 from sft.mcore.attention import torch_kernel

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from sft.config import MoeConfig, RopeConfig
+from sft.config.full_attention import FullAttentionConfig
 from sft.config.latent_attention import LatentAttentionConfig
 from sft.config.linear_attention import LinearAttentionConfig
 from sft.errors import ConfigError
@@ -41,6 +42,9 @@ LIKE_LLAMA = {
     **dict.fromkeys(("full_attention.head_dim", "full_attention.num_query_groups")),
     **{"moe.score_function": "softmax", "moe.scaling_factor": 1.0, "moe.num_groups": 1, "moe.top_groups": 1},
     **{"moe.correction_bias": False, "moe.dense_layers": 0},
+    **{"full_attention.num_attention_heads": None, "full_attention.sinks": True, "value_head_dim": None},
+    **{"value_multiplier": 1.0, "attention_head_gate": None, "qk_norm_after_rotary": False},
+    **{"swiglu_limits": [], "moe.swiglu_limits": [], "rope.window_fraction": None},
     "rope.skip_layers": [],
     **dict.fromkeys(("sliding_window", "sliding_window_layers", "attention_softcap")),
     "activation": "swiglu",
@@ -98,6 +102,9 @@ ROPE_OF = {
     ),
     "cwm": RopeConfig(base=1e6, scaling="llama3", factor=16.0, original_max_position=8192),
     "gpt_oss": RopeConfig(base=150000.0, scaling="yarn", factor=32.0, original_max_position=4096, truncate=False),
+    **dict.fromkeys(("ernie4_5", "ernie4_5_moe"), RopeConfig(base=5e5, interleaved=True)),
+    "laguna": RopeConfig(base=5e5, fraction=0.5, window_base=1e4, window_fraction=1.0),
+    "mimo_v2_flash": RopeConfig(base=5e6, fraction=0.334, window_base=1e4),
     **dict.fromkeys(hf.LATENT_FAMILIES, RopeConfig(base=1e4, interleaved=True)),
     "kimi_linear": RopeConfig(base=1e4),
     "bailing_hybrid": RopeConfig(base=6e6, interleaved=True),
@@ -114,7 +121,7 @@ ROPE_OF = {
 }
 # Layers with a window; None: all layers.  The last layer of Gemma 4 has no window.
 WINDOWS_OF = {"cwm": [2], "gpt_oss": [1], "gemma2": [1], "olmo3": None, "gemma3_text": None, "gemma4_text": [1]}
-WINDOWS_OF |= {"gemma4_unified_text": [1], "afmoe": None}
+WINDOWS_OF |= {"gemma4_unified_text": [1], "afmoe": None, "laguna": [1], "mimo_v2_flash": [2]}
 
 
 @pytest.mark.parametrize("family", [family for family in hf.FAMILIES if family != "nemotron_h"])
@@ -126,6 +133,8 @@ def test_what_a_silent_config_means_is_what_transformers_takes(tmp_path: Path, f
     silent |= dict(no_rope_layer_interval=2) if family == "smollm3" else {}
     silent |= dict(first_k_dense_replace=1) if family in ("deepseek_v3", "bailing_hybrid") else {}
     silent |= dict(hidden_size_per_layer_input=0) if family == "gemma4_text" else {}
+    silent |= dict(layer_types=["sliding_attention", "full_attention"]) if family == "laguna" else {}
+    silent |= dict(num_experts=4, moe_topk=2) if family == "hunyuan_v1_moe" else {}  # one expert would need no router
     silent |= dict(num_attention_heads=16) if family == "glm4_moe" else {}  # so that half of a head has an even width
     theirs = hf.config_class(family)(**silent)
     model = architecture({**silent, "model_type": family}, "config.json").model
@@ -133,10 +142,11 @@ def test_what_a_silent_config_means_is_what_transformers_takes(tmp_path: Path, f
         sizes = LatentAttentionConfig.model_fields.keys() - {"norm_epsilon", "head_gate"}
         sizes -= set() if hasattr(theirs, "q_lora_rank") else {"q_lora_rank"}
         assert {name: getattr(model.latent_attention, name) for name in sizes} == {n: getattr(theirs, n) for n in sizes}
-        assert (model.resolved_head_dim, model.value_head_dim) == (theirs.qk_head_dim, theirs.v_head_dim)
+        assert (model.resolved_head_dim, model.resolved_value_head_dim) == (theirs.qk_head_dim, theirs.v_head_dim)
     else:
         first = theirs.per_layer_config[0] if family.startswith("gemma4") else theirs  # a layer with a window
-        assert model.resolved_query_groups == first.num_key_value_heads
+        doubled = 2 if family == "mimo_v2_flash" else 1  # the key heads of layers with a window
+        assert model.resolved_query_groups == doubled * first.num_key_value_heads
         assert model.resolved_head_dim == (getattr(first, "head_dim", None) or 64 // silent["num_attention_heads"])
     assert model.norm_epsilon == theirs.rms_norm_eps
     assert model.tie_embeddings is theirs.tie_word_embeddings
@@ -172,6 +182,10 @@ def test_what_a_silent_config_means_is_what_transformers_takes(tmp_path: Path, f
     if family == "qwen2_moe":
         assert (model.resolved_expert_ffn, model.moe.shared_ffn_hidden_size, model.qkv_bias) == (1408, 5632, True)
         assert model.moe.shared_gate and model.moe.normalize_top_k is theirs.norm_topk_prob is False
+    if family == "mimo_v2_flash":
+        assert (model.value_head_dim, model.value_multiplier) == (theirs.v_head_dim, theirs.attention_value_scale)
+        full = FullAttentionConfig(num_query_groups=4, sinks=False)
+        assert model.full_attention == full and theirs.num_key_value_heads == 4
     if family == "mixtral":
         assert model.resolved_expert_ffn == theirs.intermediate_size == 96
         assert model.moe.normalize_top_k and model.rope.base == 1e6 and model.norm_epsilon == 1e-5

@@ -28,9 +28,9 @@ TINY = config(
 def test_heads_of_each_kind_of_layer() -> None:
     model = model_of(config("gemma_4_31b"))
     full, window = (model_of_kind(model, model.kind_of(layer)) for layer in (6, 5))
-    assert (full.resolved_head_dim, full.resolved_query_groups, full.full_attention.num_kv_projections) == (512, 4, 1)
+    assert (full.resolved_head_dim, full.resolved_query_groups, full.full_attention.projects_values) == (512, 4, False)
     assert (window.resolved_head_dim, window.resolved_query_groups) == (256, 16)
-    assert window.full_attention.num_kv_projections == 2
+    assert window.full_attention.projects_values
     assert (full.sliding_window, window.sliding_window) == (None, 1024)
     assert (full.rotary_dim, full.rope.base, window.rotary_dim) == (512, 1e6, 256)
     assert window.rope == RopeConfig(base=1e4)

@@ -37,6 +37,9 @@ def content(model_type: str) -> dict[str, Any]:
     refusals."""
     if model_type in RELEASED:
         return released.config(RELEASED[model_type])
+    if model_type == "step3p5":  # transformers has the language model inside step3p7 only
+        own = dict(vision.config("step3p7").text_config.to_dict())
+        return {key: value for key, value in own.items() if key != "architectures"}
     if model_type in vision.VISION:
         return dict(vision.config(model_type).to_dict())
     fields: dict[str, Any] = hf.GEMMA4_MIXTURE if model_type == "gemma4_text" else {}
@@ -60,5 +63,5 @@ def test_a_row_is_what_the_code_does(model_type: str, te: str, refused: str, mtp
         assert te == ("yes, if `te` is named" if latent.is_used else "yes")
     reasons = {kind for kind in kinds_of(family, model).values() if kind not in ("linear", "expert")}
     assert refused == " and ".join(sorted(REFUSED_BY_LORA[reason] for reason in reasons))
-    passes = family.has_mtp_layers or "mtp.*" in family.passed_through
+    passes = family.has_mtp_layers or any("mtp" in pattern for pattern in family.passed_through)
     assert mtp == ("trained" if family.mtp else "passed through" if passes else "none")

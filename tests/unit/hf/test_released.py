@@ -59,7 +59,7 @@ VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     }),
     (config("deepseek_v3"), {
         "latent_attention": LatentAttentionConfig(kv_lora_rank=512, q_lora_rank=1536),
-        **dict(resolved_head_dim=192, value_head_dim=128, rotary_dim=64, num_query_groups=128),
+        **dict(resolved_head_dim=192, resolved_value_head_dim=128, rotary_dim=64, num_query_groups=128),
         "rope": RopeConfig(base=1e4, interleaved=True, factor=40, **LATENT_YARN),
         "moe": MoeConfig(
             num_experts=256, num_groups=8, top_groups=4, ffn_hidden_size=2048, shared_ffn_hidden_size=2048,

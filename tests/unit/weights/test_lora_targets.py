@@ -28,9 +28,10 @@ optim: {{lr: 1e-3}}
 STACKED = ("qwen3_moe", "mixtral", "olmoe", "granitemoe")  # peft also adapts their experts, which transformers stacks
 OTHERS = (
     *STACKED,
-    *("afmoe", "qwen2_moe", "nemotron_h", "qwen3_next", "qwen3_5_moe_text"),
+    *("afmoe", "ernie4_5_moe", "hunyuan_v1_moe", "qwen2_moe", "nemotron_h", "qwen3_next", "qwen3_5_moe_text"),
     *hf.ROUTED_FAMILIES,
     *hf.LATENT_FAMILIES,
+    *hf.OWN_WINDOW_FAMILIES,
 )
 
 
@@ -88,6 +89,14 @@ def test_all_linear_of_a_model_with_a_tower(tmp_path: Path) -> None:
 )
 def test_names_and_patterns(tmp_path: Path, targets: list[str], exclude: list[str], expected: list[str]) -> None:
     assert names(selected(hf.save(tmp_path / "model", "qwen3"), targets, exclude)) == expected
+
+
+def test_gates_of_heads_are_linears(tmp_path: Path) -> None:
+    """Their rows are a part of linear_qkv; groups have 2 and 4 heads."""
+    weights = selected(hf.save(tmp_path / "model", "laguna"), ["self_attn.*"])
+    names_of = [f"model.layers.{i}.self_attn.{name}_proj" for i in (0, 1) for name in "qgkvo"]
+    assert names(weights) == names_of
+    assert [weight.part_rows for weight in weights[::2]] == [(128, 16, 32, 32), (64, 8, 32, 32)]
 
 
 def test_parts_of_a_weight(tmp_path: Path) -> None:

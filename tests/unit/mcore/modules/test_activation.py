@@ -28,9 +28,14 @@ def clamped_swiglu(x: Tensor) -> Tensor:
     return GptOssExperts._apply_gate(experts, interleaved)
 
 
+def limited_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.nn.functional.silu(gate).clamp(max=LIMIT) * up.clamp(-LIMIT, LIMIT)  # Step3p7Experts._apply_gate
+
+
 KINDS = {
     "geglu": (Activation(kind="geglu", limit=None, alpha=None), geglu),
     "clamped_swiglu": (Activation(kind="clamped_swiglu", limit=LIMIT, alpha=ALPHA), clamped_swiglu),
+    "swiglu": (Activation(kind="swiglu", limit=LIMIT, alpha=None), limited_swiglu),
     "relu2": (Activation(kind="relu2", limit=None, alpha=None), ACT2FN["relu2"]),
 }
 
@@ -67,6 +72,8 @@ def test_written_out() -> None:
     """limit 2, alpha 1: gate 3 is clamped to 2, up -5 to -2; (-2 + 1) * 2 * sigmoid(2).  Then gelu(1) * 2; squares."""
     clamped = Activation(kind="clamped_swiglu", limit=2.0, alpha=1.0)
     assert clamped(torch.tensor([[3.0, -5.0]])).item() == pytest.approx(-2 * 0.880797, abs=1e-5)
+    limited = Activation(kind="swiglu", limit=0.5, alpha=None)
+    assert limited(torch.tensor([[3.0, -5.0]])).item() == -0.25  # silu(3) = 2.86 and -5 are beyond the limit
     assert KINDS["geglu"][0](torch.tensor([[1.0, 2.0]])).item() == pytest.approx(2 * 0.841192, abs=1e-5)
     assert KINDS["relu2"][0](torch.tensor([[3.0, -5.0]])).tolist() == [[9.0, 0.0]]
 

@@ -97,7 +97,11 @@ class PackedFolder(SafetensorsFolder):
         per_element = (_WORD if scheme.format == "pack-quantized" else 8) // scheme.num_bits
         columns = width * per_element if scheme.group is None else scale.shape[1] * scheme.group
         groups = 1 if scheme.group is None else columns // scheme.group
-        sizes = {_SHAPE: [(2,)], _GLOBAL: [(1,), ()], _ZERO: [(-(-rows * scheme.num_bits // _WORD), groups)]}
+        sizes: dict[str, list[tuple[int, ...]]] = {
+            _SHAPE: [(2,)],
+            _GLOBAL: [(1,), ()],
+            _ZERO: [(-(-rows * scheme.num_bits // _WORD), groups)],
+        }
         data_type, scale_types, _ = _TYPES[scheme.format]
         fits = [
             data.dtype == data_type,

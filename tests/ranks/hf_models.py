@@ -146,7 +146,7 @@ def stored_gradients(
 
 def _as_olmo_is_stored(found: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
     """The names of released files for the norms and convolutions of layers with linear attention."""
-    stored, kinds = {}, model.config.layer_types
+    stored, kinds = dict[str, torch.Tensor](), model.config.layer_types
     for name, tensor in found.items():
         is_linear = name.startswith("model.layers.") and kinds[int(name.split(".")[2])] == "linear_attention"
         if is_linear:

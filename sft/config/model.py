@@ -148,7 +148,7 @@ class ModelConfig(Section):
         yield from self._mlp_conflicts()
         if self.mlp_bias and self.moe.shared_ffn_hidden_size is not None:
             yield "mlp_bias", "is not supported with moe.shared_ffn_hidden_size; use mlp_bias = false"
-        yield from self._norm_conflicts()
+        yield from _norm_conflicts(self)
         layers = self.sliding_window_layers
         if layers is not None and self.sliding_window is None:
             yield "sliding_window_layers", "has no effect without sliding_window"
@@ -186,20 +186,6 @@ class ModelConfig(Section):
                 yield f"megatron.{name}", why
         if self.megatron.get(megatron_fields.PERMUTE_FUSION) is False and self.moe.num_experts is None:
             yield f"megatron.{megatron_fields.PERMUTE_FUSION}", "has no effect without moe.num_experts; leave it out"
-
-    def _norm_conflicts(self) -> Iterator[tuple[str, str]]:
-        if self.qk_norm_across_heads and not self.qk_norm:
-            yield "qk_norm_across_heads", "has no effect without qk_norm; use qk_norm = true"
-        if self.qk_norm_across_heads and self.norm_zero_centered:
-            yield "qk_norm_across_heads", "is not supported with norm_zero_centered; no released model has both"
-        if not self.qk_norm_weights and (not self.qk_norm or self.qk_norm_across_heads):
-            yield "qk_norm_weights", "needs qk_norm = true and qk_norm_across_heads = false"
-        if self.final_norm_zero_centered is not None and self.norm_placement != "both":
-            yield "final_norm_zero_centered", "needs norm_placement = both; no other released model has it"
-        if self.output_norm_epsilon is not None and self.norm_placement == "pre":
-            yield "output_norm_epsilon", "has no effect with norm_placement = pre; use null"
-        if self.embedding_norm and self.embedding_multiplier != 1.0:
-            yield "embedding_norm", "is not supported with embedding_multiplier; no released model has both"
 
     def _mlp_conflicts(self) -> Iterator[tuple[str, str]]:
         if self.moe.latent_size is not None and self.mlp_bias:
@@ -307,3 +293,18 @@ class ModelConfig(Section):
     def resolved_expert_ffn(self) -> int:
         """Width of an expert: `moe.ffn_hidden_size`, or that of a dense MLP."""
         return self.moe.ffn_hidden_size or self.ffn_hidden_size
+
+
+def _norm_conflicts(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    if model.qk_norm_across_heads and not model.qk_norm:
+        yield "qk_norm_across_heads", "has no effect without qk_norm; use qk_norm = true"
+    if model.qk_norm_across_heads and model.norm_zero_centered:
+        yield "qk_norm_across_heads", "is not supported with norm_zero_centered; no released model has both"
+    if not model.qk_norm_weights and (not model.qk_norm or model.qk_norm_across_heads):
+        yield "qk_norm_weights", "needs qk_norm = true and qk_norm_across_heads = false"
+    if model.final_norm_zero_centered is not None and model.norm_placement != "both":
+        yield "final_norm_zero_centered", "needs norm_placement = both; no other released model has it"
+    if model.output_norm_epsilon is not None and model.norm_placement == "pre":
+        yield "output_norm_epsilon", "has no effect with norm_placement = pre; use null"
+    if model.embedding_norm and model.embedding_multiplier != 1.0:
+        yield "embedding_norm", "is not supported with embedding_multiplier; no released model has both"

@@ -234,6 +234,12 @@ def test_descriptions_that_are_refused(name: str, changes: dict[str, Any], told:
     assert told in hf.refusal(hf.llama(quantization_config=FORMS[name].config(**changes)))
 
 
+@pytest.mark.parametrize("named", [["pack-quantized"], {"a": 1}, 4, None, "marlin-24"], ids=str)
+def test_formats_that_are_refused(named: Any) -> None:
+    config = FORMS["int4"].config() | {"format": named}
+    assert f"in format = {json.dumps(named)}, which are not" in hf.refusal(hf.llama(quantization_config=config))
+
+
 def test_groups_of_several_formats_are_refused() -> None:
     config = FORMS["int4"].config()
     config["config_groups"]["group_1"] = FORMS["nvfp4"].config()["config_groups"]["group_0"] | {

@@ -39,7 +39,7 @@ def with_latent_size(experts: Any, latent_size: int) -> Any:
     Core reads the width of experts from its config.  The layer's own config must not have it: core would build
     projections that need Transformer Engine.
     """
-    core = experts.module if isinstance(experts, ModuleSpec) else experts.func
+    core: Any = experts.module if isinstance(experts, ModuleSpec) else experts.func
 
     class Narrowed(core):
         def __init__(self, num_local_experts: int, config: Any, *args: Any, **kwargs: Any) -> None:

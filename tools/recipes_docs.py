@@ -32,7 +32,7 @@ how much of it a run can use. The numbers of tokens are per second and GPU. YaRN
 at the loss by position. Write the recipe anew for other hardware or data:
 `sft plan --model RECIPE --gpus N --gpu h200 --lengths data --write FILE`. `python -m tools.plan_recipes` writes all of
 them again. In layouts, "weights" or "gradients" is `parallel.shard`, "offload" `train.offload_fraction`, "tile"
-`train.mlp_tile`, "chunks" `train.head_chunks`, and "optimizer" `optim.offload_fraction`.
+`train.mlp_tile`, "chunks" `train.head_chunks`, and "optim" `optim.offload_fraction`.
 """
 
 
@@ -82,7 +82,7 @@ def _layout(keys: dict[str, Any]) -> str:
     words = [shards.get(name, name + " {}").format(value) for name, value in keys.get("parallel", {}).items()]
     names = {"recompute": "{}", "offload_fraction": "offload", "mlp_tile": "tile", "head_chunks": "chunks {}"}
     words += [text.format(keys["train"][name]) for name, text in names.items() if name in keys["train"]]
-    words += ["optimizer"] if "offload_fraction" in keys["optim"] else []
+    words += ["optim"] if "offload_fraction" in keys["optim"] else []
     return ", ".join(words) or "dp only"
 
 

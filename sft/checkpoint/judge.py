@@ -1,8 +1,8 @@
 """Compares the checkpoints of a run by `checkpoint.keep_best`.
 
 A run keeps the best checkpoint that its state names only if the run continues from its own folder, that checkpoint
-still exists there, and metric, direction, held-out set and the weights of tokens have not changed.  Otherwise judging starts anew, and the log
-says so.
+still exists there, and metric, direction, held-out set and the weights of tokens have not changed.  Otherwise judging
+starts anew, and the log says so.
 """
 
 from collections.abc import Collection, Mapping

@@ -74,8 +74,8 @@ class LossConfig(Section):
     """Weight of each of a sample's n supervised tokens: 1, 1 / n (every sample counts the same) or 1 / sqrt(n)."""
     shared: Literal["each", "once"] = "each"
     """How often a token counts that several texts of a tree supervise (data.turns, completions).  each: once for each
-    text, as if the texts were separate samples.  once: for the first text of a sample only; the samples of a tree that is
-    split at data.seq_length count it once each."""
+    text, as if the texts were separate samples.  once: for the first text of a sample only; the samples of a tree that
+    is split at data.seq_length count it once each."""
     denominator: Literal["weights", "tokens"] = "weights"
     """Divisor of the weighted loss sum of the global batch: the sum of weights, or the number of supervised tokens."""
     z_loss_coef: Annotated[float, Field(ge=0.0)] = 0.0

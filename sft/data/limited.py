@@ -3,8 +3,8 @@
 A chat template or a tokenizer runs C code that no check in the same process can interrupt.  So such work runs in a
 child process.  The kernel limits its processor time and memory; the parent limits the size of its result.
 
-    processor time  RLIMIT_CPU, raised before each row, by its bytes and its texts.  Time in which the process waits does
-                    not count.
+    processor time  RLIMIT_CPU, raised before each row, by its bytes and its texts.  Time in which the process waits
+                    does not count.
     memory          RLIMIT_DATA, raised by the bytes of each row.  It counts private writable memory; RLIMIT_AS would
                     also count mapped files, and memory that allocators and threads only reserve.
     result          its pickled size; the parent reads no longer result

@@ -70,7 +70,8 @@ class PackedFolder(SafetensorsFolder):
                 f"{', '.join(first_few(fold_by_layer(unusable)))}."
             )
         self._shapes = {f"{module}.weight": shape for module, shape in shapes.items() if shape is not None}
-        self.dequantised, self._checked = self._shapes.keys(), set[str]()
+        self.dequantised = self._shapes.keys()
+        self._checked: set[str] = set()  # modules whose weight_shape was compared
         beside = [self._data, _SCALE, *scheme.beside, "input_global_scale", *ACTIVATION_SCALES]
         used = {f"{module}.{part}" for module in modules for part in beside}
         self.tensors = {name: tensor for name, tensor in stored.items() if name not in used}
@@ -84,32 +85,23 @@ class PackedFolder(SafetensorsFolder):
 
     def _shape(self, module: str) -> tuple[int, int] | None:
         """Rows and columns of a weight, from the sizes of its tensors; None if these do not fit together."""
-        scheme, data, scale = (
-            self._scheme,
-            self.tensors[f"{module}.{self._data}"],
-            self.tensors.get(f"{module}.{_SCALE}"),
-        )
-        beside = [self.tensors.get(f"{module}.{part}") for part in scheme.beside]
+        scheme, bits = self._scheme, self._scheme.num_bits
+        data, scale = self.tensors[f"{module}.{self._data}"], self.tensors.get(f"{module}.{_SCALE}")
         is_double = self._data != "weight" and f"{module}.weight" in self.tensors
-        if scale is None or None in beside or is_double or len(data.shape) != 2 or len(scale.shape) != 2:
+        if scale is None or is_double or len(data.shape) != 2 or len(scale.shape) != 2:
             return None
         rows, width = data.shape
-        per_element = (_WORD if scheme.format == "pack-quantized" else 8) // scheme.num_bits
+        per_element = (_WORD if scheme.format == "pack-quantized" else 8) // bits
         columns = width * per_element if scheme.group is None else scale.shape[1] * scheme.group
-        groups = 1 if scheme.group is None else columns // scheme.group
-        sizes = {_SHAPE: [(2,)], _GLOBAL: [(1,), ()], _ZERO: [(-(-rows * scheme.num_bits // _WORD), groups)]}
+        groups = 1 if scheme.group is None else scale.shape[1]
+        zeros = (-(-rows * bits // _WORD), groups)
+        shapes: dict[str, list[tuple[int, ...]]] = {_SHAPE: [(2,)], _GLOBAL: [(1,), ()], _ZERO: [zeros]}
         data_type, scale_types, _ = _TYPES[scheme.format]
-        fits = [
-            data.dtype == data_type,
-            scale.dtype in scale_types,
-            width == -(-columns // per_element) and columns > 0,
-            scale.shape == (rows, groups),
-            *(
-                part is not None and part.dtype in _BESIDE_TYPES[kind] and part.shape in sizes[kind]
-                for kind, part in zip(scheme.beside, beside)
-            ),
-        ]
-        return (rows, columns) if all(fits) else None
+        fits = data.dtype == data_type and scale.dtype in scale_types and scale.shape == (rows, groups)
+        for part in scheme.beside:
+            tensor = self.tensors.get(f"{module}.{part}")
+            fits = fits and tensor is not None and tensor.dtype in _BESIDE_TYPES[part] and tensor.shape in shapes[part]
+        return (rows, columns) if fits and columns > 0 and width == -(-columns // per_element) else None
 
     def _part(self, name: str, where: tuple[int | slice, ...]) -> torch.Tensor:
         if name not in self._shapes:
@@ -164,15 +156,14 @@ class PackedFolder(SafetensorsFolder):
         return unpacked(words.T, bits).T[begin : begin + rows.stop - rows.start : rows.step]
 
     def _check_shape(self, module: str) -> None:
-        """Raise CheckpointError if weight_shape, which only the values of the file tell, is another shape."""
+        """Raise CheckpointError if the values of weight_shape are another shape."""
         if _SHAPE not in self._scheme.beside or module in self._checked:
             return
-        found = tuple(super()._part(f"{module}.{_SHAPE}", (slice(0, 2),)).tolist())
-        if found != self._shapes[f"{module}.weight"]:
+        written, shape = super()._part(f"{module}.{_SHAPE}", (slice(0, 2),)).tolist(), self._shapes[f"{module}.weight"]
+        if written != list(shape):
             raise CheckpointError(
-                f"{self._files[f'{module}.{_SHAPE}']}: {module}.{_SHAPE} is {list(found)}, but the sizes of "
-                f"{self._data} and {_SCALE} give {list(self._shapes[f'{module}.weight'])}.  Such a weight cannot be "
-                "dequantised; copy the file again."
+                f"{self._files[f'{module}.{_SHAPE}']}: {module}.{_SHAPE} is {written}, but the sizes of {self._data} "
+                f"and {_SCALE} give {list(shape)}.  Such a weight cannot be dequantised; copy the file again."
             )
         self._checked.add(module)
 

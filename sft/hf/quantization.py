@@ -150,7 +150,12 @@ def _scheme_of_group(weights: Mapping[str, Any], form: Any, dtype: str) -> Schem
     """The scheme of one group of compressed-tensors; None if it is not supported.  form: the value of `format`"""
     strategy, symmetric, size = (weights.get(key) for key in ("strategy", "symmetric", "group_size"))
     kind = weights.get("num_bits"), weights.get("type"), strategy
-    if type(kind[0]) is not int or not isinstance(symmetric, bool) or weights.get("actorder") not in _ORDERS:
+    if (
+        not isinstance(form, str)
+        or type(kind[0]) is not int
+        or not isinstance(symmetric, bool)
+        or weights.get("actorder") not in _ORDERS
+    ):
         return None
     if form in ("float-quantized", "naive-quantized"):
         block = weights.get("block_structure") if strategy == "block" else None

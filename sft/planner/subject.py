@@ -116,7 +116,14 @@ def _positions(rope: RopeConfig, trained: int | None, seq_length: int) -> Keys:
 
 def slug(model: str) -> str:
     """A short name of the model: Qwen/Qwen3.6-27B -> qwen36_27b, meta-llama/Llama-3.1-8B-Instruct -> llama31_8b."""
-    name = model.rstrip("/").rpartition("/")[2].partition("@")[0].lower().removeprefix("nvidia-").replace("nano-", "")
+    name = (
+        model.rstrip("/")
+        .rpartition("/")[2]
+        .partition("@")[0]
+        .lower()
+        .removeprefix("nvidia-")
+        .replace("nano-30b-a3b", "30b")
+    )
     for ending in ("-instruct", "-it", "-bf16"):
         name = name.removesuffix(ending)
     for family in ("qwen", "llama", "gemma", "nemotron"):

@@ -30,6 +30,7 @@ from sft.mcore.attention.flash_kernel import Demand, Operators
 from sft.mcore.backends import kernels
 from tests.kernels import configurations, cute, triton_driver
 from tests.kernels.cubins import Compiled, Usage, usage
+from tests.unit.fixtures.recurrence import ALL_ROWS
 
 HEADS = 8  # at least; the number of heads does not change a kernel
 TOKENS, KEYS, DOCUMENTS = 4096, 8192, 4
@@ -166,6 +167,8 @@ def loss(number: int, architecture: str) -> Iterator[Compiled]:
 
 class _Passing:
     """`HeadwisePassing` that sends nothing."""
+
+    read = ALL_ROWS
 
     def initial_states(self, maps: Tensor, offsets: Tensor) -> Tensor:
         return offsets

@@ -119,7 +119,6 @@ MORE = [
     ("moonlight", ["q_proj", "kv_b_proj", "o_proj"], 4, [*PP, *CP, SELECTIVE]),
     ("glm4_moe_lite", LATENT, 2, CP),
     ("glm4_moe_lite", LATENT, 4, [*SP, FULL]),
-    ("olmo_hybrid", ["q_proj", "g_proj", "b_proj", "o_proj"], 2, [*SP, SELECTIVE]),
 ]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {"moonlight": ("deepseek_v3", dict(q_lora_rank=None))}
 # With wider weights, or adapters of every Linear, rounding in both implementations is up to 6e-5.

@@ -38,7 +38,7 @@ def _types(content: Mapping[str, Any]) -> list[str]:
     if kinds is None:
         pattern = content.get(_PATTERN, "ME*-")
         kinds = [_LETTERS.get(letter, letter) for letter in pattern] if isinstance(pattern, str) else pattern
-    known = [_OLD_NAMES.get(kind, kind) for kind in kinds] if isinstance(kinds, list) else []
+    known = [str(_OLD_NAMES.get(kind, kind)) for kind in kinds] if isinstance(kinds, list) else []
     if not known or not {*known} <= {*_LETTERS.values()}:
         raise ValueError(f"{_TYPES} is not a list of {', '.join(_LETTERS.values())}, one for each layer")
     return known

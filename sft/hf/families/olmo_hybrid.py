@@ -83,7 +83,7 @@ def _without_positions(content: Mapping[str, Any]) -> list[int]:
     If config.json does not name the base, transformers takes 10,000.
     """
     group = content.get(_ROPE)
-    named = [place["rope_theta"] for place in (group or {}, content) if "rope_theta" in place]
+    named = [keys["rope_theta"] for keys in (group or {}, content) if "rope_theta" in keys]
     if not named or any(base is not None for base in named):
         return []
     linear = _linear_layers(content)

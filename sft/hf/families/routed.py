@@ -75,8 +75,10 @@ def _renamed(rules: tuple[Rule, ...], parts: Mapping[str, str]) -> tuple[Rule, .
     """`rules` for files with other names of tensors.  parts: part of a name -> what the files have in its place"""
 
     def rename(view: View) -> View:
-        found = [(part, own) for part, own in parts.items() if part in view.name]
-        return replace(view, name=view.name.replace(*found[0])) if found else view
+        name = view.name
+        for part, own in parts.items():
+            name = name.replace(part, own)
+        return replace(view, name=name)
 
     return tuple(replace(rule, views=tuple(map(rename, rule.views))) for rule in rules)
 

@@ -220,7 +220,8 @@ class FlashKernel:
             inputs = grad[q], query[q], keys[k], values[k], out[q], lse[:, q].contiguous()
             results = backward(*inputs, *call.boundaries)
             dquery = _written(dquery, results[0], q, len(query))
-            dkeys, dvalues = (_written(x, part, k, len(keys)) for x, part in zip((dkeys, dvalues), results[1:]))
+            dkeys = _written(dkeys, results[1], k, len(keys))
+            dvalues = _written(dvalues, results[2], k, len(keys))
         assert dquery is not None and dkeys is not None and dvalues is not None
         if self.parent_keys is not None:
             inputs = grad, query, keys, values, out, lse

@@ -39,7 +39,11 @@ def with_latent_size(experts: Any, latent_size: int) -> Any:
     Core reads the width of experts from its config.  The layer's own config must not have it: core would build
     projections that need Transformer Engine.
     """
-    core = experts.module if isinstance(experts, ModuleSpec) else experts.func
+    return _narrowed(experts, experts.module if isinstance(experts, ModuleSpec) else experts.func, latent_size)
+
+
+def _narrowed(experts: Any, core: Any, latent_size: int) -> Any:
+    """A spec like `experts`, of a subclass of its class `core`."""
 
     class Narrowed(core):
         def __init__(self, num_local_experts: int, config: Any, *args: Any, **kwargs: Any) -> None:

@@ -114,22 +114,25 @@ WRITTEN: dict[str, tuple[str, dict[str, Any], dict[str, torch.Tensor], list[floa
 }
 
 
-def read(folder: Path, stored: dict[str, torch.Tensor], config: dict[str, Any]) -> torch.Tensor:
-    """The values of the weight `a.weight` of a folder with the tensors `stored`, in the type of the model, bf16."""
+def read(
+    folder: Path, stored: dict[str, torch.Tensor], config: dict[str, Any], dtype: str = "bfloat16"
+) -> torch.Tensor:
+    """The values of the weight `a.weight` of a folder with the tensors `stored`.  dtype: type of the model"""
     hf.write(folder, {}, {f"a.{name}": tensor for name, tensor in stored.items()})
-    scheme, problems = scheme_of({"quantization_config": config})
+    scheme, problems = scheme_of({"quantization_config": config, "dtype": dtype})
     assert scheme is not None and not problems
     opened = PackedFolder(folder, scheme)  # type: ignore[arg-type]
     assert opened.tensors.keys() == {"a.weight"}
-    found = torch.empty(opened.tensors["a.weight"].shape, dtype=torch.bfloat16)
+    found = torch.empty(opened.tensors["a.weight"].shape, dtype=getattr(torch, dtype))
     opened.read_rows("a.weight", 0, found)
     return found
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])  # products are rounded to bf16 in any case
 @pytest.mark.parametrize("case", WRITTEN)
-def test_numbers_written_out(tmp_path: Path, case: str) -> None:
+def test_numbers_written_out(tmp_path: Path, case: str, dtype: str) -> None:
     name, changes, stored, expected = WRITTEN[case]
-    assert read(tmp_path / "model", stored, FORMS[name].config(**changes)).flatten().tolist() == expected
+    assert read(tmp_path / "model", stored, FORMS[name].config(**changes), dtype).flatten().tolist() == expected
 
 
 def test_the_first_number_is_in_the_lowest_bits() -> None:
@@ -232,6 +235,12 @@ def test_an_import_and_an_export_of_kimi_hold_plain_numbers(tmp_path: Path) -> N
 )
 def test_descriptions_that_are_refused(name: str, changes: dict[str, Any], told: str) -> None:
     assert told in hf.refusal(hf.llama(quantization_config=FORMS[name].config(**changes)))
+
+
+@pytest.mark.parametrize("named", [["pack-quantized"], {"a": 1}, 4, None, "marlin-24"], ids=str)
+def test_formats_that_are_refused(named: Any) -> None:
+    config = FORMS["int4"].config() | {"format": named}
+    assert f"in format = {json.dumps(named)}, which are not" in hf.refusal(hf.llama(quantization_config=config))
 
 
 def test_groups_of_several_formats_are_refused() -> None:

@@ -268,7 +268,7 @@ def test_releases_of_triton_with_wrong_gradients(
         (("fla", "__version__", "0.7.0"), "fla-core 0.7.0 is installed, and its inner functions are not known.  "),
         (
             ("fla.ops.cp.chunk_fwd", "chunk_cp_fwd_h", lambda k, w, u, hm, g, chunk_size: None),
-            "fla.ops.cp.chunk_fwd.chunk_cp_fwd_h of fla-core 0.6.0 takes no cu_seqlens and no multi_seqs.  ",
+            "fla.ops.cp.chunk_fwd.chunk_cp_fwd_h of fla-core 0.6.0 takes no gk and no cu_seqlens and no multi_seqs.  ",
         ),
         (
             ("fla.ops.cp.chunk_fwd", "chunk_cp_fwd_h", None),

@@ -14,6 +14,7 @@ from sft.mcore.linear_attention.recurrent_attention import recurrent_attention
 from sft.mcore.linear_attention.schedule import ChunkSchedule
 from sft.mcore.linear_attention.ssd import SsdInputs, time_steps
 from sft.mcore.linear_attention.ssd_kernel import TorchSsdKernel
+from tests.unit.fixtures.recurrence import ALL_ROWS
 
 GROUPS, HEADS, N, P = 2, 6, 8, 5
 LENGTHS = [1, 63, 64, 0, 65, 130, 2, 330]  # lengths of fragments; a chunk has 64 tokens
@@ -73,6 +74,8 @@ def check(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float 
 
 class OneProcess:
     """`HeadwisePassing` for the fragments of one document, whose order is `order`."""
+
+    read = ALL_ROWS
 
     def __init__(self, order: Sequence[int]) -> None:
         self.order = order

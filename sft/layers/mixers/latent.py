@@ -43,7 +43,7 @@ def _gate(of: MixerBytes) -> dict[str, float]:
     heads = of.model.num_attention_heads / of.rank.tp
     if not of.model.latent_attention.head_gate:
         return {}
-    return {"gates of heads": heads * (FP32 + of.rank.width * (1 + of.model.value_head_dim))}
+    return {"gates of heads": heads * (FP32 + of.rank.width * (1 + of.model.resolved_value_head_dim))}
 
 
 def _rotary(of: MixerBytes, pack: float) -> float:

@@ -28,7 +28,8 @@ def clamped_swiglu(x: Tensor) -> Tensor:
     return GptOssExperts._apply_gate(experts, interleaved)
 
 
-def limited_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def limited_swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
     return torch.nn.functional.silu(gate).clamp(max=LIMIT) * up.clamp(-LIMIT, LIMIT)  # Step3p7Experts._apply_gate
 
 

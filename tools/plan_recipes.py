@@ -45,6 +45,7 @@ CONFIGS = {  # name on the hub -> file of RELEASED
     "google/gemma-4-26B-A4B-it": "gemma_4_26b_a4b",
     "zai-org/GLM-4.5-Air": "glm_4_5_air",
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "nemotron_3_nano_30b_a3b",
+    "moonshotai/Kimi-Linear-48B-A3B-Instruct": "kimi_linear_48b_a3b",
     "meta-models/Muse-Glimmer-30B": "muse_glimmer_30b",  # the sizes that transformers 5.23 has as defaults
 }
 # Model -> cases: tokens of a pack, number of nodes, and whether adapters are trained.
@@ -73,6 +74,7 @@ CASES: dict[str, tuple[tuple[int, int, bool], ...]] = {
         *((M, 1, False), (M, 1, True)),
     ),
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": ((256 * K, 1, False), (256 * K, 1, True)),
+    "moonshotai/Kimi-Linear-48B-A3B-Instruct": ((256 * K, 1, False), (256 * K, 1, True)),
 }
 
 

@@ -116,14 +116,9 @@ def _positions(rope: RopeConfig, trained: int | None, seq_length: int) -> Keys:
 
 def slug(model: str) -> str:
     """A short name of the model: Qwen/Qwen3.6-27B -> qwen36_27b, meta-llama/Llama-3.1-8B-Instruct -> llama31_8b."""
-    name = (
-        model.rstrip("/")
-        .rpartition("/")[2]
-        .partition("@")[0]
-        .lower()
-        .removeprefix("nvidia-")
-        .replace("nano-30b-a3b", "30b")
-    )
+    name = model.rstrip("/").rpartition("/")[2].partition("@")[0].lower().removeprefix("nvidia-")
+    for long, short in (("nano-30b-a3b", "30b"), ("linear-48b-a3b", "linear-48b")):
+        name = name.replace(long, short)
     for ending in ("-instruct", "-it", "-bf16"):
         name = name.removesuffix(ending)
     for family in ("qwen", "llama", "gemma", "nemotron"):

@@ -76,8 +76,8 @@ def is_fresh(name: str, statements: list[nodes.Node]) -> bool:
         if not _has(name, [statement]):
             continue
         match statement:
-            case nodes.Assign(target=nodes.Name(name=target), node=nodes.Call(node=nodes.Name(name="namespace"))):
-                return target == name and not _has(name, [statement.node])
+            case nodes.Assign() if _gets_namespace(statement) == name:
+                return not _has(name, [statement.node])
             case nodes.If():
                 parts = [statement, *statement.elif_]
                 bodies = [*(part.body for part in parts), statement.else_]

@@ -61,6 +61,8 @@ def repeated(tree: nodes.Template) -> Iterator[Repeated]:
     if any(True for _ in tree.find_all((nodes.Extends, nodes.Block, nodes.Include, nodes.Import, nodes.FromImport))):
         return
     template = TemplateNames(tree)
+    if "loop" in template.assigned | template.all_macros:
+        return
     for statement in at_the_top(tree.body):
         if isinstance(statement, nodes.For):
             special = statement.recursive or statement.test or statement.else_
@@ -131,19 +133,22 @@ class _Reader:
 
     def _change(self, name: str, attr: str | None, scope: _Scope) -> None:
         if name in scope.local or name in self.local or name not in self.tracked:
-            raise _Unrecognised  # another name may have the same list or namespace
+            raise _Unrecognised
+        if attr is not None and name not in self.template.unshared:
+            raise _Unrecognised  # another name may have the same namespace; `replay.py` compares lists
         self.reads.changes[name, attr] = None
 
     def _macro(self, name: str) -> tuple[list[nodes.Node], _Scope] | None:
-        """The body of a macro and its scope; None if it was read before."""
+        """The defaults and the body of a macro, and its scope; None if it was read before."""
         if name in self._macros:
             return None
         self._macros.append(name)
         macro = self.template.macros[name]
+        parts = [*macro.defaults, *macro.body]
         stored = {n.name for part in macro.body for n in part.find_all(nodes.Name) if n.ctx != "load"}
-        fresh = frozenset(name for name in stored if is_fresh(name, macro.body))
+        fresh = frozenset(name for name in stored if is_fresh(name, parts))
         local = frozenset(stored | {argument.name for argument in macro.args})
-        return macro.body, _Scope(local, has_loop=False, in_macro=True, fresh=fresh)
+        return parts, _Scope(local, has_loop=False, in_macro=True, fresh=fresh)
 
     def _read(self, node: nodes.Node, scope: _Scope) -> None:
         if isinstance(node, _REFUSED) or (isinstance(node, nodes.Filter) and node.name == "random"):
@@ -194,8 +199,6 @@ class _Reader:
                 macro = self._macro(name)
                 for part in macro[0] if macro else ():
                     self._read(part, macro[1])  # type: ignore[index]
-                for default in self.template.macros[name].defaults if macro else ():
-                    self._read(default, macro[1])  # type: ignore[index]
             case nodes.Name(name=name):
                 if name not in _FUNCTIONS or name in scope.local:
                     raise _Unrecognised
@@ -213,14 +216,14 @@ class _Reader:
     def _loop(self, loop: nodes.For, scope: _Scope) -> None:
         if loop.recursive:
             raise _Unrecognised
-        inside = scope._replace(has_loop=False)
         query = None if scope.in_macro else query_of(loop, self.tracked)
         if query is not None and self._is_known(query.items, scope):
             self._key(query, scope)
             return
-        self._read(loop.iter, scope)
-        for child in loop.iter_child_nodes(exclude=("iter",)):
-            self._read(child, inside)
+        for child in loop.iter_child_nodes(exclude=("body",)):
+            self._read(child, scope)
+        for child in loop.body:
+            self._read(child, scope._replace(has_loop=False))
 
     def _key(self, key: nodes.Expr | Query, scope: _Scope) -> None:
         """Adds a key, unless it is the same in all renderings of a chat."""
@@ -259,8 +262,19 @@ class _Reader:
             case _ if not isinstance(node, PURE):
                 return False
         names = {name.name for name in node.find_all(nodes.Name)} - {self.target}
-        may_change = self.template.changes_lists and bool(names & (self.tracked - _GIVEN | self.template.assigned))
-        return not may_change and all(self._is_known(child, scope) for child in node.iter_child_nodes())
+        ours = self.tracked - _GIVEN | self.template.assigned
+        if _searches(node) and names & (ours | {"loop"}):
+            return False  # the value may be an iterator, from which a search takes items
+        return not (self.template.changes_lists and names & ours) and all(
+            self._is_known(child, scope) for child in node.iter_child_nodes()
+        )
+
+
+def _searches(node: nodes.Node) -> bool:
+    """Whether an expression looks for an item in a value."""
+    if isinstance(node, nodes.Compare):
+        return any(operand.op in ("in", "notin") for operand in node.ops)
+    return isinstance(node, nodes.Test) and node.name == "in"
 
 
 def _compares_numbers(node: nodes.Node) -> bool:

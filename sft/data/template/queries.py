@@ -46,8 +46,9 @@ def query_of(loop: nodes.For, taken: Set[str]) -> Query | None:
             case nodes.If() as block:
                 tests.append(block.test)  # type: ignore[arg-type]
                 waiting += [*block.body, *block.elif_, *block.else_]
-            case nodes.Assign(target=nodes.NSRef(name=name), node=nodes.Const()) if name not in taken:
-                pass
+            case nodes.Assign(target=nodes.NSRef(name=name), node=nodes.Const(value=value)) if name not in taken:
+                if isinstance(value, str):
+                    return None  # the message of the item becomes the text's writer
             case nodes.Output() as output if _is_blank(output):
                 pass
             case _:
@@ -64,4 +65,4 @@ def _reads_only(item: str, node: nodes.Node) -> bool:
 
 
 def _is_blank(output: nodes.Output) -> bool:
-    return all(isinstance(node, nodes.TemplateData) and not node.data.strip() for node in output.nodes)
+    return all(isinstance(node, nodes.TemplateData) and not node.data for node in output.nodes)

@@ -191,7 +191,10 @@ class Replay(ValueKeys):
             return
         after = [_value(*change) for change in statement.changes]
         is_same = all(a is b for a, b in zip(statement.before, after) if list in (type(a), type(b)))
-        if kept.characters + len(text) > MOST_KEPT or not is_same or self.key(tuple(after), []) is None:
+        lists: list[int] = []
+        is_same = is_same and self.key(tuple(after), lists) is not None
+        is_flat = set(lists) <= {id(value) for value in after if type(value) is list}
+        if kept.characters + len(text) > MOST_KEPT or not is_same or not is_flat:  # an inner list may change later
             if self._walk is not None:
                 self._walk.now = self._walk.earlier = None
             return
@@ -237,7 +240,7 @@ class Replay(ValueKeys):
             return None
         if key is None or (list in map(type, before) and len({*lists}) < len(lists)):
             return None  # a change of a list would also change the other
-        return number, start.number, key
+        return number, start.number, self.message, key
 
     def _skip(self, walk: Walk, changes: _Changes, loop: Any) -> bool:
         """Writes the iterations again that are the same as in an earlier rendering, from this one on."""
@@ -254,6 +257,7 @@ class Replay(ValueKeys):
         following = walk.iterator if loop is None else loop
         for _ in steps[1:]:
             next(following)
+        self.message = steps[-1][0][2]
         walk.position = walk.num_equal - 1
         kept.replayed += len(steps)
         kept.tries[steps[0][0][0]] = -TRIES

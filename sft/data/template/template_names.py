@@ -1,5 +1,6 @@
 """Finds the names that the statements at the top of a template assign, its macros, and its texts and loops there."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from jinja2 import nodes
@@ -32,7 +33,8 @@ class TemplateNames:
     """The names of a template.
 
     assigned      names that statements at the top assign
-    macros        the macros whose name nothing else has
+    macros        the macros that always exist, and whose name nothing else has
+    unshared      names of namespaces that no other name, list or namespace has
     changes_lists whether the template calls a method that changes lists
     """
 
@@ -42,11 +44,30 @@ class TemplateNames:
         taken = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
         names = [macro.name for macro in macros]
         self.all_macros = frozenset(names)
-        self.macros = {m.name: m for m in macros if names.count(m.name) == 1 and m.name not in taken}
+        self.macros = {m.name: m for m in macros if m in tree.body and names.count(m.name) == 1 and m.name not in taken}
+        self.unshared = _unshared(tree) - self.all_macros if "namespace" not in taken | self.all_macros else frozenset()
         self.changes_lists = any(
             isinstance(call.node, nodes.Getattr) and call.node.attr in LIST_METHODS
             for call in tree.find_all(nodes.Call)
         )
+
+
+def _unshared(tree: nodes.Template) -> frozenset[str]:
+    """Names that get nothing but new namespaces, and that are only read for an attribute."""
+    names = list(tree.find_all(nodes.Name))
+    stored = Counter(name.name for name in names if name.ctx != "load")
+    loaded = Counter(name.name for name in names if name.ctx == "load")
+    owners = Counter(get.node.name for get in tree.find_all(nodes.Getattr) if isinstance(get.node, nodes.Name))
+    new = Counter(filter(None, map(_gets_namespace, tree.find_all(nodes.Assign))))
+    return frozenset(name for name in new if new[name] == stored[name] and owners[name] == loaded[name])
+
+
+def _gets_namespace(statement: nodes.Node) -> str | None:
+    """The name to which a statement assigns a new namespace; None if it does not."""
+    match statement:
+        case nodes.Assign(target=nodes.Name(name=name), node=nodes.Call(node=nodes.Name(name="namespace"))):
+            return name  # type: ignore[no-any-return]
+    return None
 
 
 def is_fresh(name: str, statements: list[nodes.Node]) -> bool:
@@ -55,8 +76,8 @@ def is_fresh(name: str, statements: list[nodes.Node]) -> bool:
         if not _has(name, [statement]):
             continue
         match statement:
-            case nodes.Assign(target=nodes.Name(name=target), node=nodes.Call(node=nodes.Name(name="namespace"))):
-                return target == name and not _has(name, [statement.node])
+            case nodes.Assign() if _gets_namespace(statement) == name:
+                return not _has(name, [statement.node])
             case nodes.If():
                 parts = [statement, *statement.elif_]
                 bodies = [*(part.body for part in parts), statement.else_]

@@ -34,6 +34,8 @@ class HalvesConfig(Section):
                 yield f"halves.{name}", f"names layer {layers[-1]} of {model.num_layers}"
         if self.is_used and model.norm_placement != "pre":
             yield "norm_placement", "must be pre with model.halves: no released model has both"
+        if self.is_used and model.linear_attention.norm_placement not in (None, "pre"):
+            yield "linear_attention.norm_placement", "must be pre or null with model.halves: no released model has both"
         mixers = {f"{name}.layers": section.named for name, section in model.mixer_sections.items()}
         for key, layers in (mixers | {"sliding_window_layers": model.sliding_window_layers or []}).items():
             if both := {*layers} & {*self.without_mixer}:

@@ -20,10 +20,13 @@ from sft.estimate.saved_by_layer import saving_layers
 from sft.layers.kernel_rates import BACKWARD
 from sft.layers.kinds import layer_groups
 from sft.layers.mixer import Mixer
+from sft.layers.mixers import delta, latent
+from sft.layers.mlps import experts
 from sft.layers.moved import Moved, total
 from sft.parallel.layout import Layout
 
-_NOT_IN_FP8 = ("head", "router", "shared gate")
+# Parts whose products no module of Transformer Engine computes; the duplicated ones are DuplicatedLinear's.
+_NOT_IN_FP8 = ("head", "router", "shared gate", delta.DUPLICATED, latent.DUPLICATED, experts.LATENT)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from sft.parallel.shapes import SampleSizes, Shapes, attention_cost, padded
 
 NS = 1e9
 # Time that each layer adds to a microbatch, whatever its tokens: kernels are launched, weights and gradients are read.
-# This is an assumption, not a measurement.
+# A layer with one half adds half of it.  This is an assumption, not a measurement.
 LAYER_NS = 5e5
 
 
@@ -56,6 +56,7 @@ class CpCost(CpBytes):
         """The costs of a recipe."""
         model, parallel = config.model, config.parallel
         tp, pp = parallel.tp, parallel.pp
+        num_halves = len(model.halves.without_mixer) + len(model.halves.without_mlp)
         repeats = config.train.repeats_layers
         per_token = TrainFlops.of(model, 0).per_token * (4 / 3 if repeats else 1.0)
         flops = (config.log.peak_tflops or ASSUMED_TFLOPS) * 1e12 * ASSUMED_SHARE
@@ -64,7 +65,7 @@ class CpCost(CpBytes):
             doc_multiple=config.data.doc_multiple,
             attention=AttentionCost.of(model),
             token_ns=per_token * NS / (tp * pp * flops),
-            microbatch_ns=LAYER_NS * model.num_layers / pp,
+            microbatch_ns=LAYER_NS * (model.num_layers - num_halves / 2) / pp,
             node_ranks=max(1, parallel.gpus_per_node // tp),
             intra_gb_s=parallel.intra_node_gb_s,
             inter_gb_s=parallel.inter_node_gb_s,

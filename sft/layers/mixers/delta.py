@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sft.config import Config, ModelConfig
 from sft.config.linear_attention import LinearAttentionConfig
-from sft.layers.mixer import MixerBytes, StateWork
+from sft.layers.mixer import StateWork
 from sft.layers.mixers.delta_work import state_work
 from sft.layers.mixers.recurrent import (
     BLOCK_NUMBERS,
@@ -15,6 +15,7 @@ from sft.layers.mixers.recurrent import (
     FUSED_CONVOLUTION,
     PLAIN_CONVOLUTION,
     STATE_INTERVAL,
+    RecurrentBytes,
     RecurrentMixer,
     RecurrentSizes,
     uses_fla,
@@ -87,31 +88,21 @@ class HeadSizes(RecurrentSizes):
         return self.width * numbers + FP32 * self.value_heads * self.decays
 
     @property
-    def map_bytes(self) -> int:
-        """Bytes of a fragment's map, [K, K] and [K, V] per head, and of the state that returns, [K, V] per head."""
-        return FP32 * self.value_heads * self.key_dim * (self.key_dim + 2 * self.value_dim)
+    def state_bytes(self) -> int:
+        return FP32 * self.value_heads * self.key_dim * self.value_dim
+
+    @property
+    def factor_bytes(self) -> int:
+        """Bytes of A of a fragment's map, [K, K] per head."""
+        return FP32 * self.value_heads * self.key_dim * self.key_dim
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaBytes(MixerBytes):
-    """Bytes of Gated DeltaNet, for a pack of one document and of the trees of an average pack.
+class DeltaBytes(RecurrentBytes):
+    """Bytes of Gated DeltaNet and of Kimi Delta Attention."""
 
-    `saved` is exact (tests/ranks/test_saved_tensors.py counts these bytes) except for the states of plain torch: a
-    fragment saves one state for each whole interval, and `saved` does not round to whole intervals.  With cp, it counts
-    the map and the state of each fragment of a tree, also those that are not saved (`state_passing.ReadRows`).
-
-    heads          sizes of this rank's heads
-    tokens         number of tokens of the pack on this rank
-    block_numbers  BLOCK_NUMBERS of the device
-    is_fla         whether FLA's kernels compute the layer; False: plain torch
-    """
-
-    is_recomputed = True
     results = frozenset({"states", "delta rule's output", "maps"})
     heads: HeadSizes
-    tokens: float
-    block_numbers: int
-    is_fla: bool = False
 
     @staticmethod
     def of(model: ModelConfig, rank: RankShare, pack: float, *, is_fla: bool = False) -> "DeltaBytes":
@@ -128,29 +119,22 @@ class DeltaBytes(MixerBytes):
     @property
     def saved(self) -> dict[str, float]:
         width, values, of_heads = self.rank.width, self._values, self.heads.value_heads
-        state, decays = FP32 * values * self.heads.key_dim, of_heads * self.heads.decays
+        decays = of_heads * self.heads.decays
         low_rank = self.model.linear_attention.low_rank
         # Without low_rank, the projection of decays is part of a tensor that is saved.  With low_rank, a rank has the
         # inner values of both products for its tokens under sequence parallelism.
         own = decays if low_rank is None else 2 * low_rank * self.rank.sequence
         unscaled = width * (self.model.linear_attention.beta_factor != 1.0)  # beta before its factor
-        saved = {
+        return {
             "projections": width * (self.heads.channels + values + of_heads + own),
             "queries, keys, values": width * self.heads.channels,
             # The decay's logarithm, and softplus with its input; FLA saves a copy of the decay's projection instead.
             "decays and beta": (FP32 + (width if self.is_fla else 2 * FP32)) * decays + (width + unscaled) * of_heads,
-            "states": 0.0 if self.is_fla else state / STATE_INTERVAL,
+            "states": 0.0 if self.is_fla else self.heads.state_bytes / STATE_INTERVAL,
             "delta rule's output": width * values,
             "gated norm's scale": FP32 * of_heads,
+            **self._saved_maps,
         }
-        # The map [K, K] of a fragment, and the state before it.  With cp 1, a tree saves both for each place where
-        # branches begin; all trees share the state zero.
-        if count := self._fragments:
-            maps = states = count
-            if self.rank.cp == 1:
-                maps, states = self.rank.trees.forks, self.rank.trees.forks + 1
-            saved["maps"] = state * (states + maps * self.heads.key_dim / self.heads.value_dim) / self.tokens
-        return saved
 
     @property
     def norm_outputs(self) -> dict[str, float]:
@@ -161,14 +145,15 @@ class DeltaBytes(MixerBytes):
         own tensors.
 
         The gated norm holds the gradients of its output, of its input and of the gate.  Then its output and input are
-        freed.  The delta rule holds the gradients of its output and of the gate, and computes those of q, k and v.
-        With cp and in trees, maps and states of a rank's fragments exist three times: as computed, sent and received,
-        or on one rank in the order of composition.
+        freed.  The delta rule holds the gradients of its output and of the gate, and computes those of q, k, v
+        and of the decays of channels, in fp32; the gradients of decays of heads are too few to count.
         """
-        gradients = max(3 * self._values, self._values + self.heads.channels)
+        width, of_heads = self.rank.width, self.heads.value_heads
+        of_decays = FP32 * of_heads * self.heads.decays if self.heads.decays > 1 else 0
+        gradients = max(3 * width * self._values, width * (self._values + self.heads.channels) + of_decays)
         blocks = BLOCKS * FP32 * min(self.block_numbers, tokens * self.heads.channels)
         work = tokens * self.fla_work if self.is_fla else blocks
-        return tokens * self.rank.width * gradients + work + 3 * self._fragments * self.heads.map_bytes
+        return tokens * gradients + work + self._passing
 
     @property
     def fla_work(self) -> float:
@@ -181,19 +166,29 @@ class DeltaBytes(MixerBytes):
         bytes.
         """
         heads, chunk = self.heads, FLA_CHUNK
+        if heads.decays > 1:
+            return heads.value_heads * self._channel_work
         of_value_head = 4 * heads.key_dim + 4 * heads.value_dim + chunk + 2 * heads.key_dim * heads.value_dim / chunk
         return self.rank.width * (3 * heads.key_heads * heads.key_dim + heads.value_heads * of_value_head)
 
     @property
-    def _values(self) -> int:
-        return self.heads.value_heads * self.heads.value_dim
+    def _channel_work(self) -> float:
+        """Bytes of `fla_work` for a head with decays of channels, which has a key head of its own.
+
+        All the time, there are five tensors as wide as keys (q and k, normalised and with their decays, and w), four
+        as wide as values (u, and gradients of values from three steps), the weights of pairs and the solution, sums of
+        decays in fp32, and fp32 gradients of q, k, decays, weights and the solution.  The last kernel but one reads the
+        states of chunks, their gradients and the new values.  The last one replaces the gradients of q, k and decays.
+        """
+        heads, width, chunk = self.heads, self.rank.width, FLA_CHUNK
+        wide, pairs = width * (5 * heads.key_dim + 4 * heads.value_dim), 2 * (width + FP32) * chunk
+        states = width * (heads.value_dim + 2 * heads.key_dim * heads.value_dim / chunk)
+        gradients = 3 * FP32 * heads.key_dim
+        return wide + pairs + FP32 * heads.key_dim + gradients + max(states, gradients)
 
     @property
-    def _fragments(self) -> float:
-        """Number of linked fragments on the rank."""
-        if self.rank.trees:
-            return self.rank.trees.fragments(self.heads.max_short(self.rank.cp), self.rank.cp)
-        return 0.0 if self.rank.cp == 1 else 2.0
+    def _values(self) -> int:
+        return self.heads.value_heads * self.heads.value_dim
 
 
 @dataclass(frozen=True)
@@ -236,12 +231,16 @@ class DeltaRule(RecurrentMixer):
         return {"model.linear_attention.num_key_heads": heads} if heads else {}
 
     def te_widths(self, tp: int) -> dict[str, int]:
-        linear = self.model.linear_attention
-        heads, values = linear.num_value_heads or 0, linear.value_width
-        return {
-            "2 x (keys + values + value heads) / tp of linear_attention": 2 * (linear.key_width + values + heads) // tp,
-            "num_value_heads x value_head_dim / tp of linear_attention": values // tp,
+        linear, sizes = self.model.linear_attention, self.sizes(self.model)
+        rows = 2 * sizes["K"] + sizes["V"] + sizes["Z"] + sizes["m"] + sizes["Y"]
+        widths = {
+            "rows of in_proj / tp of linear_attention": rows // tp,
+            "num_value_heads x value_head_dim / tp of linear_attention": linear.value_width // tp,
         }
+        if linear.low_rank is not None:  # of decay_up and gate_up; the projections down are not modules of it
+            widths["linear_attention.low_rank"] = linear.low_rank
+            widths["decays / tp of linear_attention"] = linear.num_decays // tp
+        return widths
 
     def bytes(self, config: Config, rank: RankShare, pack: float) -> DeltaBytes:
         return DeltaBytes.of(self.model, rank, pack, is_fla=uses_fla(config))

@@ -221,6 +221,7 @@ class LatentAttention(Mixer):
             "num_attention_heads x (qk_nope_head_dim + qk_rope_head_dim) / tp": num_heads * queries // tp,
             "num_attention_heads x (qk_nope_head_dim + v_head_dim) / tp": num_heads * keys // tp,
             "num_attention_heads x v_head_dim / tp": num_heads * latent.v_head_dim // tp,
+            "num_attention_heads / tp with latent_attention.head_gate": num_heads // tp if latent.head_gate else None,
         }
         return {name: number for name, number in widths.items() if number is not None}
 

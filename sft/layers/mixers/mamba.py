@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from sft.config import Config, ModelConfig
 from sft.config.mamba import MambaConfig
-from sft.layers.mixer import MixerBytes, StateWork
+from sft.layers.mixer import StateWork
 from sft.layers.mixers.recurrent import (
     BLOCK_NUMBERS,
     BLOCKS,
@@ -18,6 +18,7 @@ from sft.layers.mixers.recurrent import (
     PLAIN_CHUNK,
     PLAIN_CONVOLUTION,
     STATE_INTERVAL,
+    RecurrentBytes,
     RecurrentMixer,
     RecurrentSizes,
     uses_fla,
@@ -87,7 +88,6 @@ class MambaSizes(RecurrentSizes):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of all heads."""
         return FP32 * self.inner * self.state_dim
 
     @property
@@ -96,45 +96,29 @@ class MambaSizes(RecurrentSizes):
         return self.width * (self.channels + self.inner) + 2 * FP32 * self.heads
 
     @property
-    def map_bytes(self) -> int:
-        """Bytes of a fragment's map, a number and [N, P] per head, and of the state that returns, [N, P] per head."""
-        return FP32 * self.heads + 2 * self.state_bytes
+    def factor_bytes(self) -> int:
+        return FP32 * self.heads
 
 
 @dataclass(frozen=True, kw_only=True)
-class MambaBytes(MixerBytes):
-    """Bytes of Mamba-2, for a pack of one document.
+class MambaBytes(RecurrentBytes):
+    """Bytes of Mamba-2."""
 
-    `saved` is exact except for the states of plain torch: a fragment saves one state for each whole interval, and
-    `saved` does not round to whole intervals.
-
-    heads          sizes of this rank's heads
-    tokens         number of tokens of the pack on this rank
-    block_numbers  BLOCK_NUMBERS of the device
-    is_fla         whether FLA's kernels compute the layer; False: plain torch
-    """
-
-    is_recomputed = True
     results = frozenset({"states", "recurrence's output", "maps"})
     heads: MambaSizes
-    tokens: float
-    block_numbers: int
-    is_fla: bool = False
 
     @property
     def saved(self) -> dict[str, float]:
         width, heads = self.rank.width, self.heads
-        saved = {
+        return {
             "projections": width * (heads.inner + heads.channels + heads.heads),
             "x, B, C": width * heads.channels,
             "time steps and decays": 2 * FP32 * heads.heads,
             "states": 0.0 if self.is_fla else heads.state_bytes / STATE_INTERVAL,
             "recurrence's output": width * heads.inner,
             "gated norm's scale": FP32 * heads.groups,
+            **self._saved_maps,
         }
-        if self.rank.cp > 1:  # the number A of each of the two fragments, and the state before it
-            saved["maps"] = 2 * (heads.state_bytes + FP32 * heads.heads) / self.tokens
-        return saved
 
     @property
     def norm_outputs(self) -> dict[str, float]:
@@ -144,14 +128,12 @@ class MambaBytes(MixerBytes):
         """Bytes of gradients while backward computes the recurrence, and of fp32 blocks or of FLA's own tensors.
 
         The recurrence holds the gradients of its output, of the gate and of x through the skip, and computes those of
-        x, B and C.  With cp, the maps and states of both fragments of a rank exist three times: as computed, sent and
-        received.
+        x, B and C.
         """
         heads = self.heads
-        fragments = 0 if self.rank.cp == 1 else 3 * 2 * heads.map_bytes
         blocks = BLOCKS * FP32 * min(self.block_numbers, tokens * heads.channels)
         work = tokens * self.fla_work if self.is_fla else blocks
-        return tokens * self.rank.width * (3 * heads.inner + heads.channels) + work + fragments
+        return tokens * self.rank.width * (3 * heads.inner + heads.channels) + work + self._passing
 
     @property
     def fla_work(self) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sft.config import Config
-from sft.layers.mixer import Mixer
+from sft.layers.mixer import Mixer, MixerBytes
 from sft.layers.traffic import Passes, Traffic, halo_tokens
 
 if TYPE_CHECKING:
@@ -61,8 +61,18 @@ class RecurrentSizes(ABC):
 
     @property
     @abstractmethod
+    def state_bytes(self) -> int:
+        """Bytes of the states of all heads."""
+
+    @property
+    @abstractmethod
+    def factor_bytes(self) -> int:
+        """Bytes of A of a fragment's map, of all heads."""
+
+    @property
     def map_bytes(self) -> int:
         """Bytes of a fragment's map, A and B of each head, and of the state that returns."""
+        return self.factor_bytes + 2 * self.state_bytes
 
     def max_short(self, cp_size: int) -> int:
         """Length of the longest document for which sending tokens takes fewer bytes than sending maps.
@@ -73,6 +83,55 @@ class RecurrentSizes(ABC):
             delta rule, 16 key heads, 48 value heads, K = V = 128, bf16: 1,141 tokens at cp 2, 2,283 at cp 4
         """
         return 0 if cp_size == 1 else (2 * cp_size * self.map_bytes - 1) // self.token_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentBytes(MixerBytes):
+    """Bytes of a recurrence, for a pack of one document and of the trees of an average pack.
+
+    `saved` is exact (tests/ranks/test_saved_tensors.py counts these bytes) except for the states of plain torch: a
+    fragment saves one state for each whole interval, and `saved` does not round to whole intervals.  With cp, it counts
+    the map and the state of each fragment of a tree, also those that are not saved (`state_passing.ReadRows`).
+
+    heads          sizes of this rank's heads
+    tokens         number of tokens of the pack on this rank
+    block_numbers  BLOCK_NUMBERS of the device
+    is_fla         whether FLA's kernels compute the layer; False: plain torch
+    """
+
+    is_recomputed = True
+    heads: RecurrentSizes
+    tokens: float
+    block_numbers: int
+    is_fla: bool = False
+
+    @property
+    def _fragments(self) -> float:
+        """Number of linked fragments on the rank."""
+        if self.rank.trees:
+            return self.rank.trees.fragments(self.heads.max_short(self.rank.cp), self.rank.cp)
+        return 0.0 if self.rank.cp == 1 else 2.0
+
+    @property
+    def _saved_maps(self) -> dict[str, float]:
+        """Bytes per token of A of each linked fragment and of the state before it; nothing without such fragments.
+
+        With cp 1, a tree saves both for each place where branches begin; all trees share the state zero.
+        """
+        maps = states = self._fragments
+        if not maps:
+            return {}
+        if self.rank.cp == 1:
+            maps, states = self.rank.trees.forks, self.rank.trees.forks + 1
+        return {"maps": (maps * self.heads.factor_bytes + states * self.heads.state_bytes) / self.tokens}
+
+    @property
+    def _passing(self) -> float:
+        """Bytes of maps and states of linked fragments while ranks pass states.
+
+        They exist three times: as computed, sent and received, or on one rank in the order of composition.
+        """
+        return 3 * self._fragments * self.heads.map_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

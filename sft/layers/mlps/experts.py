@@ -145,6 +145,8 @@ class Experts(Mlp):
 
     def te_widths(self, tp: int, etp: int) -> dict[str, int]:
         widths = {"the width of an expert / etp": self.model.resolved_expert_ffn // etp}
+        if latent := self.model.moe.latent_size:
+            widths["model.moe.latent_size"] = latent
         if shared := self.model.moe.shared_ffn_hidden_size:
             widths["model.moe.shared_ffn_hidden_size / tp"] = shared // tp
         return widths

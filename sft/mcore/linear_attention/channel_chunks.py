@@ -176,9 +176,6 @@ class ChannelChunks:
         states, _, values = self.scan(state)
         return add_product((self.from_start * self.q) @ states, self.weights, values)
 
-    def pass_back(self, grad: Tensor, dstate: Tensor) -> None:
-        self.reverse_scan(grad, dstate)
-
     def reverse_scan(self, grad: Tensor, dstate: Tensor) -> tuple[Tensor, Tensor]:
         """`Chunks.reverse_scan`: gradients of the state after each chunk, and of beta (V - (exp(s) K) S)."""
         dstates = dstate.new_empty(len(self.v), *dstate.shape[1:])

@@ -35,7 +35,7 @@ _SHARED = (
 _COMMON = "weight bias eps z group_size norm_before_gate is_rms_norm"
 FUNCTIONS: Mapping[str, Mapping[str, str]] = {
     **{module: fla_functions.FUNCTIONS[module] for module in _SHARED},
-    _NORM: {"layer_norm_fwd": f"x {_COMMON}", "layer_norm_bwd": f"dy x mean rstd {_COMMON}"},
+    _NORM: {"layer_norm_fwd": f"x {_COMMON}", "layer_norm_bwd": f"dy x mean rstd dz {_COMMON}"},
 }
 
 

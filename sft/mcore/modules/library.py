@@ -131,7 +131,8 @@ class FusedNormLibrary(TransformerEngineLibrary):
     def fits(model: ModelConfig) -> bool:
         """Whether each norm of the model but those of heads stands before a projection."""
         has_own_norms = model.moe.own_norms or model.qk_norm_across_heads or not model.qk_norm_weights
-        return model.norm_placement == "pre" and not has_own_norms
+        placements = {model.norm_placement, model.linear_attention.norm_placement or "pre"}
+        return placements == {"pre"} and not has_own_norms
 
     def layer_spec(self, model: ModelConfig, *, has_experts: bool, tp_group: Any) -> ModuleSpec:
         spec = self._spec(has_experts)

@@ -19,6 +19,14 @@ MOE = ("model.moe.num_experts=4", "model.moe.top_k=2")
         (["model.halves.without_mixer=[99]"], "model.halves.without_mixer", "names layer 99 of"),
         (["model.halves.without_mixer=[1]", "model.norm_placement=both"], "norm_placement", "must be pre"),
         (
+            [
+                "model.halves.without_mixer=[1]",
+                "model.linear_attention={layers: [2], num_key_heads: 2, num_value_heads: 2, norm_placement: post}",
+            ],
+            "model.linear_attention.norm_placement",
+            "must be pre or null with model.halves",
+        ),
+        (
             ["model.halves.without_mixer=[1]", "model.sliding_window=8", "model.sliding_window_layers=[1, 2]"],
             "model.sliding_window_layers",
             "halves.without_mixer names, too: 1",

@@ -14,7 +14,8 @@ from sft.estimate.parameters import Numbers
 from sft.estimate.saved_by_layer import LayerBytes
 from sft.estimate.working_sets import ATTENTION, GATHERED, HEAD, MLP, UPDATE
 from sft.layers.adapters import Trained
-from sft.layers.mixers.delta import DeltaBytes
+from sft.layers.mixers.delta import DeltaBytes, HeadSizes
+from sft.layers.mixers.mamba import MambaBytes, MambaSizes
 from sft.layers.mixers.recurrent import STATE_INTERVAL
 from sft.layers.mixers.softmax_bytes import LARGE_SCORE_TILE, SCORE_TILE, PortableBytes
 from sft.layers.mixers.te_bytes import TransformerEngineBytes
@@ -110,6 +111,51 @@ def test_what_linear_attention_keeps() -> None:
     assert LayerBytes.of(gated, "selective").total == full + 128 * (2 + 2)
     plain = replace(gated, rank=RankShare(is_fused=False))  # a CPU saves the gate in fp32
     assert LayerBytes.of(plain, "selective").total == full + 128 * (4 + 2)
+
+
+def test_maps_and_states_of_mamba() -> None:
+    """4 heads: A is one number, a state has 24 x 16.  The trunk and its branches are those of the test above."""
+    model, sizes = layout_config(model=TINY).model, MambaSizes(heads=4, groups=2, head_dim=16, state_dim=24)
+    documents = (TreeDocuments(1, 400, 0), TreeDocuments(5, 20, 200))
+    none, trees = TreeShare(), TreeShare(documents, forks=5, keys=380)
+    found = {
+        (cp, bool(of_pack)): MambaBytes(
+            model=model, rank=RankShare(cp=cp, trees=of_pack), heads=sizes, tokens=512 / cp, block_numbers=2**20
+        )
+        for cp in (1, 2)
+        for of_pack in (none, trees)
+    }
+    alone, number, state = found[1, False], 4 * 4, 4 * 24 * 16 * 4
+    assert "maps" not in alone.saved
+    assert found[1, True].saved["maps"] == (5 * number + 6 * state) / 512
+    assert found[2, False].saved["maps"] == 2 * (number + state) / 256
+    # Over cp 2, a document is long from 103 tokens on: 2 fragments of the trunk on each rank, and half of 5 branches
+    # and 5 forks.
+    assert sizes.max_short(2) == 102 and found[2, True].saved["maps"] == 7 * (number + state) / 256
+    for case, fragments in (((1, True), 11), ((2, False), 2), ((2, True), 7)):
+        assert found[case].local(512) - alone.local(512) == 3 * fragments * (number + 2 * state)
+
+
+def test_decays_of_channels_take_more_than_decays_of_heads() -> None:
+    """A head of 128.  FLA passes 1984 and 3328 numbers of two bytes for a token; dg has 128 numbers in fp32."""
+    model = layout_config(model=TINY).model
+    found = {
+        (decays, is_fla): DeltaBytes(
+            model=model,
+            heads=HeadSizes(key_heads=1, value_heads=1, key_dim=128, value_dim=128, decays=decays),
+            tokens=512,
+            block_numbers=0,
+            is_fla=is_fla,
+        ).local(512)
+        for decays in (1, 128)
+        for is_fla in (False, True)
+    }
+    assert found == {
+        (1, False): 512 * 2 * (2 + 2) * 128,
+        (128, False): 512 * (2 * (2 + 2) * 128 + 512),
+        (1, True): 512 * 2 * ((2 + 2) * 128 + 1984),
+        (128, True): 512 * (2 * ((2 + 2) * 128 + 3328) + 512),
+    }
 
 
 def test_what_a_token_leaves_by_name() -> None:

@@ -16,6 +16,7 @@ from sft.estimate.constants import Constants, assumed
 from sft.estimate.gpus import gpu
 from sft.estimate.layer_work import LayerWork
 from sft.estimate.lengths import Lengths
+from sft.estimate.products import Product
 from sft.estimate.step_time import PARTS, StepTime, step_time
 from sft.layers.flops import AttentionCost
 from sft.layers.kinds import layer_groups
@@ -191,6 +192,15 @@ def test_fp8_makes_products_of_layers_faster() -> None:
     assert [found[name] for name in ("linear", "head", "attention")] == pytest.approx(
         [LINEAR / 1.6 / RATE, HEAD / RATE, ATTENTION / RATE]
     )
+
+
+def test_fp8_leaves_products_that_all_tensor_parallel_ranks_compute() -> None:
+    """No module of Transformer Engine computes them (sft/mcore/modules/duplicated_linear.py)."""
+    config, layout = of_millions(8, run={"fp8": "blockwise"})
+    work = LayerWork(config, layout, flat(TFLOPS), Lengths.all_of(1000))
+    parts = ("latent attention, duplicated", "linear attention, duplicated", "latent of experts", "linear attention")
+    forward = [work.seconds([Product(part, 1000, 1000, 1000)])[0] for part in parts]
+    assert forward == pytest.approx([2e9 / RATE] * 3 + [2e9 / RATE / 1.6])
 
 
 def test_elementwise_optimizer_and_overhead() -> None:

@@ -101,6 +101,12 @@ def test_kinds_of_layers_whose_attention_may_be_te(te: None, kind: str) -> None:
     assert found.library.marks_norms is has_norms_apart
 
 
+@pytest.mark.parametrize("placement, fits", [("null", True), ("pre", True), ("post", False)])
+def test_norms_inside_of_projections_need_norms_before_linear_attention(placement: str, fits: bool) -> None:
+    linear = f"{{layers: [1], num_key_heads: 2, num_value_heads: 2, norm_placement: {placement}}}"
+    assert FusedNormLibrary.fits(config(f"model.linear_attention={linear}").model) is fits
+
+
 WINDOW = "model.sliding_window=128"
 EXPERTS = ["model.moe.num_experts=4", "model.moe.top_k=2"]
 

@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 
 from sft.config import Config
 from sft.errors import ConfigError
+from sft.layers.mixers.delta import DeltaRule
+from sft.layers.mixers.latent import LatentAttention
+from sft.layers.mlps.experts import Experts
 from sft.parallel.alignment import smallest_world
 from sft.parallel.layout import Layout, surplus_note, vocab_rows
-from tests.builders import layout_config
+from tests.builders import LLAMA_8B, layout_config
 
 
 def refusal(wanted: Config, world_size: int | None = None) -> str:
@@ -410,6 +413,29 @@ NARROW = {
         "Use run.fp8=null.",
     ),
 }
+
+
+KIMI = {"num_key_heads": 32, "num_value_heads": 32, "key_head_dim": 128, "value_head_dim": 128}
+
+
+def test_the_widths_of_layers_in_transformer_engine() -> None:
+    """Kimi-Linear, Qwen3.6-27B's layers with linear attention, Ling's gate of heads, and Nemotron 3 Super's experts."""
+
+    def linear(**changes: object) -> DeltaRule:
+        return DeltaRule(
+            layout_config(model={**LLAMA_8B, "linear_attention": {"layers": [1], **KIMI, **changes}}).model
+        )
+
+    kimi = linear(decay="channel", low_rank=128)
+    assert [*kimi.te_widths(4).values()] == [(3 * 4096 + 32) // 4, 1024, 128, 1024]  # 3080 is 8 x 385
+    assert [*linear(num_key_heads=16).te_widths(4).values()] == [(2 * 2048 + 2 * 4096 + 2 * 32) // 4, 1024]
+    latent = {"kv_lora_rank": 512, "head_gate": True}
+    own_keys = {**LLAMA_8B, "head_dim": None, "num_query_groups": None}
+    gated = LatentAttention(layout_config(model={**own_keys, "latent_attention": latent}).model)
+    assert gated.te_widths(4)["num_attention_heads / tp with latent_attention.head_gate"] == 8
+    moe = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 2688, "latent_size": 1000}
+    experts = Experts(layout_config(model={**LLAMA_8B, "moe": moe}).model)
+    assert experts.te_widths(1, 2) == {"the width of an expert / etp": 1344, "model.moe.latent_size": 1000}
 
 
 @pytest.mark.parametrize("model, parallel, message", NARROW.values(), ids=NARROW.keys())

@@ -259,7 +259,9 @@ def test_costs_of_a_recipe() -> None:
     again = CpCost.of(layout_config(model=LLAMA_8B, parallel={"cp": 8, "pp": 2}, **full))
     assert again.kv_bytes == 16 * 2 * 8 * 128 * (3 * 2 + 4) and again.wait_ranks == 8
     assert again.token_ns == pytest.approx(6 * 6_979_321_856 * (4 / 3) * 1e9 / (2 * 989e12 * 0.35))
-    assert again.microbatch_ns == cost.microbatch_ns / 2
+    assert again.microbatch_ns == cost.microbatch_ns / 2 == 8e6  # 0.5 ms for each of 16 layers
+    halves = {"without_mlp": [1, 2], "without_mixer": [3]}
+    assert CpCost.of(layout_config(model={**LLAMA_8B, "halves": halves})).microbatch_ns == 15.25e6  # 30.5 layers
     windows = CpCost.of(layout_config(model={**LLAMA_8B, "sliding_window": 64, "sliding_window_layers": [1, 2, 3]}))
     assert windows.kv_bytes == 29 * 2 * 8 * 128 * 8
     assert windows.others == ((3.0, HaloTraffic(token_bytes=2 * 8 * 128 * 8, window=64)),)

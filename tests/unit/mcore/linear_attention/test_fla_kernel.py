@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from sft.errors import ConfigError
 from sft.mcore.backends import kernels
-from sft.mcore.linear_attention import fla_functions, fla_kernel
+from sft.mcore.linear_attention import fla_functions, fla_kernel, ssd_fla
 from sft.mcore.linear_attention.delta_rule import DeltaKernel, Inputs
 from sft.mcore.linear_attention.fla_kernel import FlaKernel
 from sft.mcore.linear_attention.recurrence import Fragments
@@ -208,6 +208,22 @@ def fla(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     fla_functions.functions.cache_clear()
     yield modules
     fla_functions.functions.cache_clear()
+
+
+def test_the_norm_by_groups_writes_the_gradient_of_the_gate(
+    fla: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ssd_fla.py passes a tensor for it, so an FLA that takes none is refused."""
+    name = "fla.modules.norm.layernorm_gated"
+    module: Any = types.ModuleType(name)
+    common = "weight, bias, eps, z, group_size, norm_before_gate, is_rms_norm"
+    module.layer_norm_fwd = eval(f"lambda x, {common}: None")
+    module.layer_norm_bwd = eval(f"lambda dy, x, mean, rstd, {common}: None")
+    monkeypatch.setitem(sys.modules, name, module)
+    problem = fla_functions.problem(ssd_fla.FUNCTIONS)
+    assert problem == f"{name}.layer_norm_bwd of fla-core 0.6.0 takes no dz.  {fla_functions.INSTALL}"
+    module.layer_norm_bwd = eval(f"lambda dy, x, mean, rstd, dz, {common}: None")
+    assert fla_functions.problem(ssd_fla.FUNCTIONS) is None
 
 
 def test_without_fla(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,8 @@ whose values changed in the model, in the type of the weights, and in max_positi
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -27,6 +28,8 @@ from sft.hf.nested_config import located, put_back, text_part
 from sft.hf.quantization import Quantised, scheme_of
 from sft.hf.rotary import by_layer_type, rope_of, written
 
+_WRONG = (TypeError, KeyError, IndexError, AttributeError, ArithmeticError)  # of code that reads values of other types
+_LARGE = 1 << 63  # no float can hold some larger integers
 _MOST = {"num_layers": MOST_LAYERS, "moe.num_experts": MOST_EXPERTS}
 _REQUIRED = (  # keys that config.json must have if the family has them
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size"),
@@ -83,28 +86,28 @@ def architecture(content: Mapping[str, Any], path: str) -> Architecture:
         names = _names_in(content, hf_key, family)
         present = [content[name] for name in names]
         value, sources[key] = (present or [family.defaults.get(hf_key)])[0], (names or [hf_key])[0]
-        if any(other != value for other in present):
-            both = " and ".join(f"{name} = {json.dumps(content[name])}" for name in names)
+        if any(other != value for other in present[1:]):
+            both = " and ".join(f"{name} = {_shown(content[name])}" for name in names)
             problems.append(f"{both} are two names of one setting but differ; remove the wrong name")
         elif value is not None:
             if key in _MOST and type(value) is int and value > _MOST[key]:  # some rules below make a list of the layers
-                raise ConfigError(f"{path}: {sources[key]} = {value}; at most {_MOST[key]:,} are supported.")
+                raise ConfigError(f"{path}: {sources[key]} = {_shown(value)}; at most {_MOST[key]:,} are supported.")
             values[key] = value
         elif key in _REQUIRED:
             problems.append(f"{hf_key} is missing")
     for key, conversion in family.computed.items():
         sources[key] = conversion.source
-        try:
+        with _reported(content, conversion.source, problems):
             values[key] = conversion.read(content)
-        except ValueError as wrong:
-            problems.append(str(wrong))
     hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
     if type(heads) is int:  # transformers derives absent or null sizes in the same way
         values.setdefault("num_query_groups", heads)
         if type(hidden) is int and heads > 0:
             values.setdefault("head_dim", hidden // heads)
             sources.setdefault("head_dim", "hidden_size")  # some families have no key for head_dim
-    rope = _rope(content, family, problems)
+    rope: dict[str, Any] = {"base": None}
+    with _reported(content, "rope_parameters" if "rope_parameters" in content else "rope_scaling", problems):
+        rope = _rope(content, family, problems)
     if values.get("sliding_window") is None:
         rope = {name: value for name, value in rope.items() if not name.startswith("window_")}
     values |= {f"rope.{name}": value for name, value in rope.items()}
@@ -113,8 +116,31 @@ def architecture(content: Mapping[str, Any], path: str) -> Architecture:
     sources = {key: located(whole, name, family) for key, name in sources.items()}
     model = None if problems else _model(values, sources, problems)
     if model is None:
-        raise ConfigError(listed([f"{path}: {problem}." for problem in problems]))
+        raise ConfigError(listed([f"{path}: {problem}." for problem in dict.fromkeys(problems)]))
     return Architecture(family=family, model=model, values=values, sources=sources, scheme=scheme)
+
+
+@contextmanager
+def _reported(content: Mapping[str, Any], source: str, problems: list[str]) -> Iterator[None]:
+    """Append an error of code that reads the key `source` to `problems`."""
+    try:
+        yield
+    except ValueError as wrong:
+        problems.append(str(wrong))
+    except _WRONG as wrong:
+        problems.append(
+            f"{source} = {_shown(content.get(source))} cannot be read; it, or a key that it depends on, is missing or "
+            f"has a wrong type or size ({type(wrong).__name__}: {wrong}); restore the value that the model came with"
+        )
+
+
+def _shown(value: Any) -> str:
+    """The value as JSON, shortened to 80 characters."""
+    try:
+        shown = json.dumps(value)
+    except ValueError:  # json limits the digits of an integer, but a product may have more
+        return f"a {type(value).__name__} that is too large to print"
+    return shown if len(shown) <= 80 else shown[:77] + "..."
 
 
 def _rope(content: Mapping[str, Any], family: Family, problems: list[str]) -> dict[str, Any]:
@@ -131,14 +157,16 @@ def _rope(content: Mapping[str, Any], family: Family, problems: list[str]) -> di
     problems += wrong
     if family.rope_by_layer_type:
         rope |= of_windows
-    if rope.get("scaling", "none") not in family.scalings:
+    if rope.get("scaling", family.scalings[0]) not in family.scalings:
         problems.append(_unscalable(family, f"rope_type = {json.dumps(rope['scaling'])}"))
     return rope
 
 
 def _default_fraction(content: Mapping[str, Any], family: Family) -> float | None:
     """The rotated fraction of each head if config.json has no partial_rotary_factor; None: whole heads"""
-    width, head = content.get(family.rope_width), content.get("head_dim", family.defaults.get("head_dim"))
+    width, head = family.rope_width and content.get(family.rope_width), content.get(
+        "head_dim", family.defaults.get("head_dim")
+    )
     return width / head if type(width) is int and type(head) is int and head > 0 else family.rope_fraction
 
 
@@ -204,9 +232,8 @@ def _options(content: Mapping[str, Any], family: Family) -> list[str]:
         if not any(value == option and isinstance(value, bool) == isinstance(option, bool) for option in allowed):
             absent = "" if name in content else " (the default of transformers)"
             absent += f", {family.lacks[name]}," if name in family.lacks else ""
-            shown = json.dumps(value)
             problems.append(
-                f"{name} = {shown if len(shown) <= 80 else shown[:77] + '...'}{absent} is not supported, only "
+                f"{name} = {_shown(value)}{absent} is not supported, only "
                 f"{' or '.join(json.dumps(option) for option in allowed)}"
             )
     kinds = content.get("layer_types") or []
@@ -218,7 +245,7 @@ def _options(content: Mapping[str, Any], family: Family) -> list[str]:
     names = content.get("architectures")
     # Files may name the class of the model's own code: KimiK25..., not Kimi_K25...; ExaoneMoE..., not ExaoneMoe...
     if names and _plain(names) != _plain([family.class_name]):
-        problems.append(f"architectures = {json.dumps(names)}, but only {family.class_name} is supported")
+        problems.append(f"architectures = {_shown(names)}, but only {family.class_name} is supported")
     return problems
 
 
@@ -227,6 +254,10 @@ def _plain(class_names: Any) -> str:
 
 
 def _model(values: dict[str, Any], sources: Mapping[str, str], problems: list[str]) -> ModelConfig | None:
+    large = [key for key, value in values.items() if type(value) is int and abs(value) >= _LARGE]
+    problems += [f"{sources.get(key, key)} = {_shown(values[key])} ({key}) is too large" for key in large]
+    if large:
+        return None
     try:
         return ModelConfig.model_validate(nested(values))
     except ValidationError as invalid:
@@ -236,7 +267,7 @@ def _model(values: dict[str, Any], sources: Mapping[str, str], problems: list[st
             reasons = cause.problems if isinstance(cause, Conflict) else [("", error["msg"].lower())]
             for name, reason in reasons:
                 key = ".".join(part for part in (group, name) if part)
-                problems.append(f"{sources.get(key, key)} = {json.dumps(values.get(key))} ({key}) {reason}")
+                problems.append(f"{sources.get(key, key)} = {_shown(values.get(key))} ({key}) {reason}")
         return None
 
 

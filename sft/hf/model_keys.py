@@ -1,5 +1,6 @@
 """Keys below `model` that config.json expresses in another way, and keys that most families do not have."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,14 @@ class Computed:
     read: Callable[[Mapping[str, Any]], Any]
     write: Callable[[Any, int], dict[str, Any]] = lambda value, count: {}
     layer_types: tuple[str, ...] = ()  # names that `read` accepts in layer_types of config.json
+
+
+def is_true(content: Mapping[str, Any], key: str, default: bool) -> bool:
+    """Whether a key of config.json is true, which null is not.  Raises ValueError for other values, such as "false"."""
+    value = content.get(key, default)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{key} = {json.dumps(value)} is neither true nor false")
+    return bool(value)
 
 
 # Keys that most families do not have.  If the table of a family does not name a key, its models have the key's default.

@@ -29,7 +29,7 @@ from sft.hf.families.rules import (
 )
 from sft.hf.families.windows import FULL, SLIDING, all_but_every
 from sft.hf.family import Family, Rule
-from sft.hf.model_keys import Computed
+from sft.hf.model_keys import Computed, is_true
 from sft.hf.tensor_view import LAYER, View
 
 _INNER = "model.language_model"
@@ -172,9 +172,12 @@ def _afmoe_without_positions(content: Mapping[str, Any]) -> list[int]:
     """The layers without a window, from 1."""
     if content.get("sliding_window", 1024) is None:
         raise ValueError("sliding_window = null is not supported; transformers refuses layers without its size")
-    count, has_windows = content.get(_COUNT), _AFMOE_WINDOWS["sliding_window"].read(content) is not None
+    count = content.get(_COUNT)
+    if type(count) is not int:
+        raise ValueError(f"{_COUNT} = {count} is not a number of layers")
+    has_windows = _AFMOE_WINDOWS["sliding_window"].read(content) is not None
     layers = _AFMOE_WINDOWS["sliding_window_layers"].read(content) if has_windows else []
-    return [] if layers is None else [number for number in range(1, (count or 0) + 1) if number not in layers]
+    return [] if layers is None else [number for number in range(1, count + 1) if number not in layers]
 
 
 def _shared_width(content: Mapping[str, Any]) -> int:
@@ -185,7 +188,7 @@ def _shared_width(content: Mapping[str, Any]) -> int:
 
 
 def _embedding_multiplier(content: Mapping[str, Any]) -> float:
-    return _number(content, "hidden_size", 2048) ** 0.5 if content.get("mup_enabled", False) else 1.0
+    return _number(content, "hidden_size", 2048) ** 0.5 if is_true(content, "mup_enabled", False) else 1.0
 
 
 _AFMOE = Family(

@@ -30,7 +30,7 @@ from sft.hf.families.rules import (
 )
 from sft.hf.families.windows import FULL, SLIDING, all_but_every
 from sft.hf.family import Family, Rule
-from sft.hf.model_keys import Computed
+from sft.hf.model_keys import Computed, is_true
 from sft.hf.tensor_view import LAYER, View
 
 _INNER = "model.language_model"  # in files with towers
@@ -58,6 +58,9 @@ def _own_size(content: Mapping[str, Any], name: str) -> int | None:
     per_layer_config {"3": {"head_dim": 512}}, 4 layers, the last one without a window; name head_dim -> 512
     """
     by_layer = content[_BY_LAYER] or {}
+    is_group = isinstance(by_layer, dict) and all(number.isdecimal() for number in by_layer)
+    if not is_group or not all(isinstance(values, dict | None) for values in by_layer.values()):
+        raise ValueError(f"{_BY_LAYER} is not a group of values for each number of a layer")
     own = {int(number): values for number, values in by_layer.items() if values}
     known = {_WIDTH[0], _GROUPS[0]}
     other = sorted({key for values in own.values() for key in values} - known)
@@ -78,7 +81,7 @@ def _size_of_full_layers(names: tuple[str, str], default: int | None) -> Compute
         _full_layers(content)
         if _BY_LAYER in content:
             return _own_size(content, names[0])
-        if names == _GROUPS and not content.get(_SHARED, False):
+        if names == _GROUPS and not is_true(content, _SHARED, False):
             return None  # transformers reads the key only if keys are values
         return content.get(names[1], default)
 
@@ -128,7 +131,7 @@ def _of_mixture(name: str) -> Computed:
     """A computed value: the key `name`, which is required with enable_moe_block; None without enable_moe_block."""
 
     def read(content: Mapping[str, Any]) -> int | None:
-        if not content.get(_MIXTURE, False):
+        if not is_true(content, _MIXTURE, False):
             return None
         if content.get(name) is None:
             raise ValueError(f"{name} is missing, but {_MIXTURE} = true")
@@ -166,7 +169,7 @@ _TEXT = Family(
         "moe.top_k": _of_mixture("top_k_experts"),
         "moe.ffn_hidden_size": _of_mixture("moe_intermediate_size"),
         "moe.shared_ffn_hidden_size": _of_mixture("intermediate_size"),
-        "moe.own_norms": Computed(_MIXTURE, lambda content: bool(content.get(_MIXTURE))),
+        "moe.own_norms": Computed(_MIXTURE, lambda content: is_true(content, _MIXTURE, False)),
     },
     defaults={
         "vocab_size": 262_144,

@@ -31,16 +31,24 @@ _FIXED = ("rope.interleaved", "tie_embeddings")
 _BLOCK = "block_sparse_moe"
 
 
+def _group(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The group of linear attention; {} if it is absent or null."""
+    group = content.get(_GROUP)
+    if group is not None and not isinstance(group, dict):
+        raise ValueError(f"{_GROUP} is a {type(group).__name__}, not a group of values")
+    return group or {}
+
+
 def _layers(content: Mapping[str, Any]) -> list[int]:
     """The layers with linear attention, counted from 1.
 
     {"linear_attn_config": {"kda_layers": [1, 2, 3], "full_attn_layers": [4]}, "num_hidden_layers": 4} -> [1, 2, 3]
     Without lists, layers 5, 9, 13, ... have full attention.
     """
-    count, kinds, group = content.get("num_hidden_layers"), content.get(_TYPES), content.get(_GROUP) or {}
+    count, kinds, group = content.get("num_hidden_layers"), content.get(_TYPES), _group(content)
     if type(count) is not int:
         raise ValueError(f"num_hidden_layers = {count} is not a number of layers")
-    if kinds is None and isinstance(group, dict) and "kda_layers" in group:
+    if kinds is None and "kda_layers" in group:
         linear, full = group["kda_layers"], group.get("full_attn_layers")
         numbers = [*linear, *full] if isinstance(linear, list) and isinstance(full, list) else []
         if not all(type(number) is int for number in numbers) or sorted(numbers) != [*range(1, count + 1)]:
@@ -50,7 +58,8 @@ def _layers(content: Mapping[str, Any]) -> list[int]:
         kinds = [LINEAR if number in linear else FULL for number in range(1, count + 1)]
     if kinds is None:
         kinds = [FULL if number % 4 == 1 and number > 1 else LINEAR for number in range(1, count + 1)]
-    if not isinstance(kinds, list) or len(kinds) != count or LINEAR not in kinds or not {*kinds} <= {*LINEAR_KINDS}:
+    known = isinstance(kinds, list) and LINEAR in kinds and all(kind in LINEAR_KINDS for kind in kinds)
+    if not known or len(kinds) != count:
         raise ValueError(f"{_TYPES} is not a list of {count} names, one for each layer, with {LINEAR} among them")
     return [number for number, kind in enumerate(kinds, 1) if kind == LINEAR]
 
@@ -69,8 +78,7 @@ def _size(name: str, in_group: str, default: int) -> Computed:
     """A size of linear attention, which a released config.json has in a group.  name: its key elsewhere"""
 
     def read(content: Mapping[str, Any]) -> Any:
-        group = content.get(_GROUP)
-        return (group if isinstance(group, dict) else {}).get(in_group, content.get(name, default))
+        return _group(content).get(in_group, content.get(name, default))
 
     return Computed(name, read)
 

@@ -48,8 +48,11 @@ def _layers(content: Mapping[str, Any], wanted: str) -> list[int]:
     """The layers of this kind, counted from 1.  Without layer_types, all layers have Mamba-2."""
     count = content.get("num_hidden_layers")
     kinds = content.get(_TYPES, content.get("layers_block_type", [LINEAR] * count if type(count) is int else None))
-    if not isinstance(kinds, list) or len(kinds) != count:
-        raise ValueError(f"{_TYPES} is not a list of {count} names, one for each layer")
+    known = (FULL, LINEAR, *_OLD_NAMES)
+    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in known for kind in kinds):
+        raise ValueError(
+            f"{_TYPES} is not a list of {count} names {FULL}, {LINEAR}, mamba or attention, one for each layer"
+        )
     return [number for number, kind in enumerate(kinds, 1) if _OLD_NAMES.get(kind, kind) == wanted]
 
 
@@ -60,9 +63,14 @@ def _unrotated(content: Mapping[str, Any]) -> list[int]:
 
 def _head_dim(content: Mapping[str, Any]) -> int:
     width, heads = content.get("mamba_d_head", "auto"), content.get("mamba_n_heads", 128)
-    if width == "auto":
-        width = content.get("mamba_expand", 2) * content["hidden_size"] // heads
-    if type(width) is not int or width * heads != content.get("mamba_expand", 2) * content["hidden_size"]:
+    factors = content.get("mamba_expand", 2), content.get("hidden_size")
+    if any(type(size) is not int or size < 1 for size in (heads, *factors)):
+        raise ValueError(
+            f"mamba_n_heads = {heads}, mamba_expand = {factors[0]} and hidden_size = {factors[1]} must be integers above 0"
+        )
+    inner = factors[0] * factors[1]
+    width = inner // heads if width == "auto" else width
+    if type(width) is not int or width * heads != inner:
         raise ValueError(f"mamba_d_head = {width} with mamba_n_heads = {heads} do not give mamba_expand x hidden_size")
     return width
 
@@ -79,17 +87,24 @@ def _time_step(content: Mapping[str, Any], end: int) -> float | None:
     return None if value == float("inf") else value
 
 
+def _num_experts(content: Mapping[str, Any]) -> Any:
+    """The number of experts; None, also for 0, if the model has none."""
+    count = content.get(_EXPERTS, 8)
+    return None if count == 0 else count
+
+
 def _with_experts(name: str, default: Any) -> Computed:
     """A computed value: the key `name` of config.json if the model has experts, else None."""
     return Computed(
         name,
-        lambda content: content.get(name, default) if content.get(_EXPERTS, 8) else None,
+        lambda content: None if _num_experts(content) is None else content.get(name, default),
         lambda value, count: {} if value is None else {name: value},
     )
 
 
 def _mlp_width(content: Mapping[str, Any]) -> int:
-    name, default = ("intermediate_size", 11008) if content.get(_EXPERTS, 8) else ("shared_intermediate_size", 1024)
+    has_experts = _num_experts(content) is not None
+    name, default = ("intermediate_size", 11008) if has_experts else ("shared_intermediate_size", 1024)
     width: int = content.get(name, default)
     return width
 
@@ -137,7 +152,7 @@ GRANITE_HYBRID = (
         computed={
             "ffn_hidden_size": Computed("intermediate_size", _mlp_width),
             "rope.skip_layers": Computed("position_embedding_type", _unrotated),
-            "moe.num_experts": Computed(_EXPERTS, lambda content: content.get(_EXPERTS, 8) or None),
+            "moe.num_experts": Computed(_EXPERTS, _num_experts),
             "moe.top_k": _with_experts("num_experts_per_tok", 2),
             "moe.ffn_hidden_size": _with_experts("intermediate_size", 11008),
             "moe.shared_ffn_hidden_size": _with_experts("shared_intermediate_size", 1024),

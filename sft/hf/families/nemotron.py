@@ -6,6 +6,7 @@ the token, and their output is projected back.  Tensors of multi-token predictio
 are passed through.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -38,7 +39,7 @@ def _types(content: Mapping[str, Any]) -> list[str]:
     if kinds is None:
         pattern = content.get(_PATTERN, "ME*-")
         kinds = [_LETTERS.get(letter, letter) for letter in pattern] if isinstance(pattern, str) else pattern
-    known = [str(_OLD_NAMES.get(kind, kind)) for kind in kinds] if isinstance(kinds, list) else []
+    known = [_OLD_NAMES.get(kind, kind) for kind in map(str, kinds)] if isinstance(kinds, list) else []
     if not known or not {*known} <= {*_LETTERS.values()}:
         raise ValueError(f"{_TYPES} is not a list of {', '.join(_LETTERS.values())}, one for each layer")
     return known
@@ -54,17 +55,23 @@ def _if_any(kind: str, value: Any, absent: Any) -> Computed:
     return Computed(_TYPES, lambda content: value if kind in _types(content) else absent)
 
 
-def _key(kind: str, name: str, default: Any, absent: Any = None, *, alias: str = "") -> Computed:
+def _key(kind: str, name: str, default: Any, absent: Any = None, *, alias: str | None = None) -> Computed:
     """A computed value: the key `name` of config.json if the model has layers of this kind, else `absent`.
 
-    alias: another name of the key, which transformers prefers
+    alias: another name of the key
     """
+    names = [name] if alias is None else [name, alias]
 
     def read(content: Mapping[str, Any]) -> Any:
-        value = content.get(alias, content.get(name, default))
-        return value if kind in _types(content) else absent
+        present = [one for one in names if one in content]
+        if kind not in _types(content):
+            return absent
+        if len({json.dumps(content[one]) for one in present}) > 1:
+            both = " and ".join(f"{one} = {json.dumps(content[one])}" for one in present)
+            raise ValueError(f"{both} are two names of one setting but differ; remove the wrong name")
+        return content[present[0]] if present else default
 
-    return Computed(name, read, lambda value, count: {} if value == absent else {name: value})
+    return Computed(name, read, lambda value, count: {} if value == absent else dict.fromkeys(names, value))
 
 
 def _rules() -> tuple[Rule, ...]:

@@ -26,7 +26,7 @@ from sft.hf.families.rules import (
 )
 from sft.hf.families.windows import FULL, LINEAR, LINEAR_KINDS
 from sft.hf.family import Family, Rule
-from sft.hf.model_keys import Computed
+from sft.hf.model_keys import Computed, is_true
 from sft.hf.tensor_view import LAYER, View
 
 _TYPES, _COUNT, _HEADS, _ROPE = "layer_types", "num_hidden_layers", "num_attention_heads", "rope_parameters"
@@ -72,7 +72,7 @@ def _linear_layers(content: Mapping[str, Any]) -> list[int]:
     count, kinds = content.get(_COUNT), content.get(_TYPES)
     if kinds is None and type(count) is int:
         kinds = [FULL if number % 4 == 0 or number == count < 4 else LINEAR for number in range(1, count + 1)]
-    if not isinstance(kinds, list) or len(kinds) != count or {*kinds} != {FULL, LINEAR}:
+    if not isinstance(kinds, list) or len(kinds) != count or not all(kind in kinds for kind in LINEAR_KINDS):
         raise ValueError(f"{_TYPES} is not a list of {count} names, one for each layer, with {FULL} and {LINEAR}")
     return [number for number, kind in enumerate(kinds, 1) if kind == LINEAR]
 
@@ -83,7 +83,7 @@ def _without_positions(content: Mapping[str, Any]) -> list[int]:
     If config.json does not name the base, transformers takes 10,000.
     """
     group = content.get(_ROPE)
-    named = [keys["rope_theta"] for keys in (group or {}, content) if "rope_theta" in keys]
+    named = [keys["rope_theta"] for keys in (group if isinstance(group, dict) else {}, content) if "rope_theta" in keys]
     if not named or any(base is not None for base in named):
         return []
     linear = _linear_layers(content)
@@ -110,7 +110,16 @@ _KEY_HEADS, _VALUE_HEADS = (
     _size(f"linear_num_{name}_heads", lambda content: content.get(_HEADS)) for name in ("key", "value")
 )
 _KEY_WIDTH = _size("linear_key_head_dim", _usual_key_width)
-_VALUE_WIDTH = _size("linear_value_head_dim", lambda content: 2 * (_KEY_WIDTH.read(content) or 0))
+
+
+def _usual_value_width(content: Mapping[str, Any]) -> int:
+    width = _KEY_WIDTH.read(content)
+    if type(width) is not int:
+        raise ValueError(f"linear_key_head_dim = {width} is not a width")
+    return 2 * width
+
+
+_VALUE_WIDTH = _size("linear_value_head_dim", _usual_value_width)
 
 OLMO_HYBRID = (
     Family(
@@ -133,7 +142,7 @@ OLMO_HYBRID = (
             "linear_attention.key_head_dim": _KEY_WIDTH,
             "linear_attention.value_head_dim": _VALUE_WIDTH,
             "linear_attention.beta_factor": Computed(
-                _ALLOWS_NEGATIVE, lambda content: 2.0 if content.get(_ALLOWS_NEGATIVE, True) else 1.0
+                _ALLOWS_NEGATIVE, lambda content: 2.0 if is_true(content, _ALLOWS_NEGATIVE, True) else 1.0
             ),
             "rope.skip_layers": Computed(_ROPE, _without_positions),
         },

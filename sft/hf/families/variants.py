@@ -70,7 +70,10 @@ def _layers_without_rotation(content: Mapping[str, Any]) -> list[int]:
         return []
     is_used = _EXAONE_WINDOWS["sliding_window"].read(content) is not None
     layers = _EXAONE_WINDOWS["sliding_window_layers"].read(content) if is_used else []
-    return [] if layers is None else [n for n in range(1, content["num_hidden_layers"] + 1) if n not in layers]
+    count = content.get("num_hidden_layers")
+    if type(count) is not int:
+        raise ValueError(f"num_hidden_layers = {count} is not a number of layers")
+    return [] if layers is None else [number for number in range(1, count + 1) if number not in layers]
 
 
 def _window_of_no_layer(skipped: list[int], count: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sft.hf.model_keys import Computed
+from sft.hf.model_keys import Computed, is_true
 
 ALL_LAYERS = {"sliding_window": "sliding_window"}  # for families in which all layers have the window, or none has
 LAYER_KINDS = FULL, SLIDING = "full_attention", "sliding_attention"
@@ -18,7 +18,14 @@ def in_all_layers(switch: str | None = _USES) -> dict[str, Computed]:
 
 def from_a_layer_on() -> dict[str, Computed]:
     """Qwen: windows in the layers from max_window_layers on, if use_sliding_window is true."""
-    return _computed(lambda content, layer: layer >= int(content.get("max_window_layers", 28)), switch=_USES)
+
+    def has_window(content: Mapping[str, Any], layer: int) -> bool:
+        first = content.get("max_window_layers", 28)
+        if type(first) is not int:
+            raise ValueError(f"max_window_layers = {first} is not a number of layers")
+        return layer >= first
+
+    return _computed(has_window, switch=_USES)
 
 
 def where_listed(default: int | None) -> dict[str, Computed]:
@@ -68,12 +75,12 @@ def _computed(
 
     def read(content: Mapping[str, Any]) -> tuple[int | None, list[int] | None]:
         window, count = content.get(_WINDOW, default), content.get("num_hidden_layers")
-        if window is None or (switch is not None and not content.get(switch, False)) or type(count) is not int:
+        if window is None or (switch is not None and not is_true(content, switch, False)) or type(count) is not int:
             return None, None
         kinds = content.get(_TYPES)
         if kinds is None:
             kinds = [SLIDING if has_window(content, layer) else FULL for layer in range(count)]
-        if not isinstance(kinds, list) or len(kinds) != count or not {*kinds} <= {*LAYER_KINDS}:
+        if not isinstance(kinds, list) or len(kinds) != count or any(kind not in LAYER_KINDS for kind in kinds):
             raise ValueError(f"{_TYPES} is not a list of {count} names {' and '.join(LAYER_KINDS)}, one for each layer")
         layers = [number for number, kind in enumerate(kinds, 1) if kind == SLIDING]
         if not layers:

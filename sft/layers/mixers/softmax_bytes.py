@@ -1,7 +1,8 @@
 """Bytes of activations of softmax attention, on the portable backend and on Transformer Engine.
 
-Both save queries, keys, values and outputs; te also saves outputs of norms.  The portable backend gathers keys and
-values over cp, and te sends them as parallel.cp_comm says.
+Both save queries, keys, values, outputs and log-sum-exps, and without recomputation the outputs of norms.  With
+train.recompute = selective, only te saves these; the portable backend computes them again.  The portable backend
+gathers keys and values over cp, and te sends them as parallel.cp_comm says.
 """
 
 import math

@@ -29,7 +29,10 @@ class RunOrigin:
 
     @staticmethod
     def of(checkpoint: Path, written: str, step: int) -> "RunOrigin":
-        """The origin of a run that begins from `checkpoint`, which checkpoint.resume = `written` names."""
+        """The origin of a run that resumes from `checkpoint`.
+
+        written: the value of checkpoint.resume, a path of this checkpoint or of its folder; step: the checkpoint's step
+        """
         resolved, digest = str(Path(written).resolve()), manifest.digest(checkpoint)
         return RunOrigin(path=resolved, written=written, step=step, manifest=digest)
 

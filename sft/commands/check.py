@@ -212,7 +212,10 @@ def _check_fit(
 
 
 def _print_serving(recipe: "Recipe", tokenizer: "ChatTokenizer") -> None:
-    """Print the flags with which a server prompts adapters as they are trained; a whole model needs none."""
+    """Print the `vllm serve` command that serves the adapters with the chat template and stop ids of the training.
+
+    Prints nothing for a whole model.
+    """
     config = recipe.config
     if not config.lora.is_used or config.lora.export != "adapter" or config.model.hf is None:
         return

@@ -22,7 +22,12 @@ def add(commands: Any) -> None:
         command.add_argument(
             "--json", metavar="FILE", type=Path, help="write the result into FILE (docs/how-to/probes.md)"
         )
-    leak.add_argument("--document", metavar="N", type=int, help="document to change, from 0 (default: in the middle)")
+    leak.add_argument(
+        "--document",
+        metavar="N",
+        type=int,
+        help="number of the document to change, counted from 0 (default: the middle document of the pack)",
+    )
     parity.add_argument(
         "--against",
         metavar="KEY=VALUE,...",

@@ -21,7 +21,7 @@ class NamedDataset:
     config: str | None = None
     split: str = "train"
     revision: str | None = None
-    columns: tuple[tuple[str, str], ...] | None = None  # (our key, their column); None: all columns as they are
+    columns: tuple[tuple[str, str], ...] | None = None  # (key of a row, column); None: all columns as they are
 
     def __str__(self) -> str:
         """The name in reports: HuggingFaceH4/ultrachat_200k train_sft[:10%]"""
@@ -43,7 +43,8 @@ class RowsConfig(Section):
     revision: Path | None = None
     """Commit, tag or branch of a dataset on the hub.  null means main.  Only a commit never changes."""
     columns: Annotated[dict[Word, Path], Field(min_length=1)] | None = None
-    """Our key and their column: {messages: conversation}.  Other columns are not read.  null reads all columns."""
+    """For each key of a row, the column that holds it: {messages: conversation}.  Other columns are not read.  null:
+    all columns are read under their own names."""
 
     @field_validator("files", mode="before")
     @classmethod

@@ -36,9 +36,11 @@ class RopeConfig(Section):
     query_scale_beta: Annotated[float, Field(gt=0.0)] | None = None
     """Factor on queries: 1 + beta * ln(1 + floor(position / original_max_position)) (Ministral 3); null: no factor."""
     window_base: Annotated[float, Field(gt=1.0)] | None = None
-    """Base period in layers with a sliding window, whose frequencies are not scaled (Olmo 3); null: as elsewhere."""
+    """Base period in layers with a sliding window, which then do not scale frequencies (Olmo 3); null: these layers use
+    `base` and `scaling`, like all others."""
     window_fraction: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """`fraction` in layers with a window_base (Laguna: whole heads, half of a head elsewhere); null: as elsewhere."""
+    """`fraction` in layers with a window_base (Laguna: whole heads, half of a head elsewhere); null: these layers use
+    `fraction`, like all others."""
     skip_layers: list[Positive] = []
     """Layers without rotary positions, counted from 1 (SmolLM3)."""
     interleaved: bool = False

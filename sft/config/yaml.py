@@ -20,7 +20,9 @@ import yaml
 from sft.errors import ConfigError
 
 MAX_DEPTH = 20
-MAX_VALUES = 20_000  # keys and values; a recipe of all keys has 500, and data.train may list thousands of files
+# Events of the parser: keys and values, and the start and the end of each list and mapping.  A recipe of all keys has
+# about 1,000, and data.train may list thousands of files.
+MAX_VALUES = 20_000
 INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,18})")
 FLOAT = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _NULLS = frozenset(("", "~", "null", "Null", "NULL"))
@@ -54,7 +56,7 @@ def read(text: str, source: str) -> Any:
 
 
 def _counted(events: Iterator[Any], source: str) -> Iterator[Any]:
-    """The events.  Refuses a text with more than `MAX_VALUES`, before the rest of it is read."""
+    """Yields the events.  Raises ConfigError after `MAX_VALUES` events, before the rest of the text is read."""
     for number, event in enumerate(events):
         if number > MAX_VALUES:
             line = event.start_mark.line

@@ -69,11 +69,11 @@ class _Outcome(NamedTuple):
 
 
 def call(subject: str, function: Callable[..., _T], *arguments: Any, advice: str | None = None) -> _T:
-    """Returns function(*arguments), computed in a child with limits.  In such a child, calls the function directly.
+    """Returns function(*arguments), computed in a child process with limits.  In such a child, calls it directly.
 
     subject  begins the error message about a limit: "chat template of org/model"
-    advice   says in the error message what would work; None: `ADVICE` about a chat template
-    Raises DataError if the child reaches a limit or dies, and each error of the function.
+    advice   ends this message, unless another process killed the child; None: `ADVICE`, which is about chat templates
+    Raises DataError if the child reaches a limit or dies.  Errors of the function are raised unchanged.
     """
     if is_child():
         return function(*arguments)

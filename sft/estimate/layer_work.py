@@ -53,7 +53,7 @@ class LayerWork:
     def passes(self, products: Iterable[Product], reached: float = 1.0) -> tuple[Seconds, Seconds, Seconds]:
         """Seconds of forward, of backward without recomputation, and of recomputation.
 
-        reached: the share of layers that `attention_reached` returns
+        reached: share of the attention layers whose attention has a backward pass (`attention_reached`)
         """
         train = self.config.train
         repeats_states = train.recompute in ("selective", "full")  # selective repeats recurrences as a whole

@@ -120,7 +120,10 @@ def saving_layers(groups: Sequence[LayerGroup], config: Config, rank: RankShare,
 
 
 def rotary_tables(kinds: Iterable[SavingLayers], pack: float) -> float:
-    """Bytes of all rotary tables.  Layers whose positions have the same base and width share one table."""
+    """Bytes of all rotary tables.
+
+    Layers with the same settings model.rope and the same rotary width share a table.
+    """
     tables: dict[tuple[int, str], float] = {}
     for kind in kinds:
         table = (kind.mixer.model.rotary_dim, repr(kind.mixer.model.rope))

@@ -54,7 +54,7 @@ def _slowest(
 
 
 def _slowest_of_groups(config: Config, layout: Layout, lengths: Lengths) -> float:
-    """The factor with dynamic CP."""
+    """The result of `slowest` with dynamic CP."""
     tokens, counts = lengths.of_pack(config.data.seq_length)
     return _of_groups(
         tuple(tokens.tolist()),

@@ -55,7 +55,8 @@ def is_name(name: object) -> bool:
 def regular_file(folder: Path, name: str, max_bytes: int | None = None) -> Path:
     """The path of the regular file `name` in `folder`, without opening it.
 
-    Raises OSError if there is no such file, and UnsafeFileError if it must not be read or is larger than `max_bytes`.
+    Raises OSError if there is no such file.  Raises UnsafeFileError if it is not a regular file, is a link to a file
+    outside of `folder` and not in the hub's cache, or is larger than `max_bytes`.
     """
     path = folder / check_name(name)
     root = folder.resolve(strict=True)

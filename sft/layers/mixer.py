@@ -85,7 +85,7 @@ class MixerBytes(ABC):
         return 0.0
 
     def rotary(self, pack: float) -> float:
-        """Bytes of the rotary table or of the angles.  pack: tokens of a pack"""
+        """Bytes of cosines and sines, or with te of the angles.  pack: number of tokens of a pack"""
         return 0.0
 
     @property

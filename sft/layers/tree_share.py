@@ -61,7 +61,7 @@ class TreeShare:
     def fragments(self, max_short: int, cp_size: int) -> float:
         """The number of a rank's fragments of trees in a layer with linear attention (sft/parallel/fragments.py).
 
-        max_short: length of the longest document that counts as short (`HeadSizes.max_short`)
+        max_short: length of the longest document that counts as short (`RecurrentSizes.max_short`)
         """
         long = sum(group.number for group in self.documents if group.length > max_short) * (cp_size > 1)
         short = sum(group.number for group in self.documents) - long

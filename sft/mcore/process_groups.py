@@ -136,10 +136,11 @@ def check_order(groups: Sequence[Sequence[Sequence[int]]]) -> None:
 
 
 def _two_levels(layout: Layout) -> dict[str, Any]:
-    """The argument that makes core build the groups of cp_comm a2a+p2p; {} for other values of cp_comm.
+    """The argument that makes core build the groups of cp_comm a2a+p2p.
 
-    Its sizes are those of the all-to-all groups and of the rings.  With cp 4 and cp_a2a 2, the cp ranks [0, 1] and
-    [2, 3] exchange heads by all-to-all, and [0, 2] and [1, 3] are rings.
+    {} for other values of cp_comm, if the backend cannot be Transformer Engine, or if einops is not installed.
+    The argument gives the sizes of the all-to-all groups and of the rings.  With cp 4 and cp_a2a 2, the cp ranks
+    [0, 1] and [2, 3] exchange heads by all-to-all, and [0, 2] and [1, 3] are rings.
     """
     # Core needs einops to build these groups, but does not depend on it.  Transformer Engine depends on einops.
     if layout.cp_a2a is None or importlib.util.find_spec("einops") is None:

@@ -1,4 +1,8 @@
-"""Combines the measurements of a step over all ranks, with one all-gather.  `totals.py` declares the quantities."""
+"""Combines the measurements of a step over all ranks.  `totals.py` declares the quantities.
+
+One all-gather combines all values.  Before it, an all-reduce for each CP size above 1 adds the losses of sequences that
+several ranks share.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -6,10 +6,11 @@ The bytes of a document are summed over layers.  The files of sft/layers/mixers 
                         the document; in backward also as many gradients in fp32.  In latent attention, latents replace
                         keys and values if they have fewer elements
     window attention    Keys, values and gradients as above, but only of the tokens in halos (`halo_tokens`)
-    linear attention    Tokens of short documents, maps and states of long ones and of trees, halos of the convolution
+    linear attention,   Tokens of short documents, maps and states of long ones and of trees, halos of the convolution
+    Mamba-2
 
 With train.recompute = full, forward runs twice; with attention_kept, all of it but attention.  With selective, linear
-attention runs twice, and nothing else that sends over cp.
+attention and Mamba-2 run twice, and nothing else that sends over cp.
 
 Bytes outside of layers, such as metrics and gradients of weights, are not counted.
 """

@@ -13,8 +13,9 @@ from sft.recipe.resolved import Recipe
 
 
 def check_paths(recipe: Recipe, *, trains: bool = True) -> None:
-    """Raise ConfigError if a path in the recipe does not exist.  Called before heavy modules are imported.
+    """Raise ConfigError if a data file, the tokenizer, the chat template or the plan of the recipe does not exist.
 
+    A tokenizer on the hub is looked up.  Called before heavy modules are imported.
     trains: whether the command uses the training data
     """
     data = recipe.config.data

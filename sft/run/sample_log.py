@@ -36,7 +36,7 @@ def link(chain: str, epoch: int, batch: int, samples: Iterable[int]) -> str:
 class SampleLog:
     """The sample log of one run, on rank 0.
 
-    Raises OSError if opening fails, ConfigError if the name belongs to no file, and StorageError if writing fails.
+    Raises OSError if opening fails, ConfigError if `path` is not a regular file, and StorageError if writing fails.
 
     `step` and `chain` belong to the last completed step.  Lines of later steps, which a killed run left, are removed.
     A line with "gap" is added if lines before `step` are missing, for example because the checkpoint comes from another

@@ -191,7 +191,7 @@ class RowReport:
 
 
 def count_rows(lines: np.ndarray, counts: RowCounts | None = None) -> RowReport:
-    """The report of a table of samples.  counts: rows and texts that the table does not contain
+    """The report of a table of samples.  counts: counts of the file's rows that the table does not show
 
     row  window  tokens  supervised  new  full_tokens  full_supervised
       1  1 of 1      10           4   10           10                4     whole

@@ -107,7 +107,10 @@ def why_omitted(chat: RenderedChat, omitted: OmittedText) -> str:
 
 
 def _switch(chat: RenderedChat, omitted: OmittedText) -> tuple[str, bool] | None:
-    """A variable and a value with which the template writes the text and omits no other text; None if there is none."""
+    """A variable and a value (true or false) with which the template writes this text.
+
+    The template then omits no text that it writes now.  None: there is no such variable.
+    """
     now = {text[:3] for text in find_omitted(chat)}
     for name in chat.tokenizer.template.free_switches:
         for value in (True, False):

@@ -50,8 +50,8 @@ class Tokenised(NamedTuple):
     """The tokens of a rendering.
 
     text     the rendering
-    typed    the spans of the control strings that stayed text
-    spelled  their number by token and role
+    typed    the spans (start, end) in `text` of control strings in messages, which are tokenised as plain text
+    spelled  the number of these strings by (string, role of the message)
     """
 
     text: str

@@ -96,7 +96,10 @@ def texts_of(grown: Grown) -> list[TreeText]:
 
 
 def _insert(tokens: np.ndarray, number: int, above: _Document) -> tuple[_Document, int]:
-    """Adds a text that is at most as long as all texts before it.  Returns its last document, and its tokens there."""
+    """Adds a text that is not longer than any text before it.
+
+    Returns the document in which the text ends, and the number of this document's tokens that the text has.
+    """
     document, shared = above, 0
     while True:
         tokens = tokens[shared:]

@@ -70,11 +70,12 @@ class FileCounts:
 
     samples, tokens, supervised          samples made of the rows, their tokens, and their supervised labels
     tokens_repeated                      tokens that an earlier window of the same row also contains; part of `tokens`
-    full_tokens, p50, p90, p99, longest  sum and quantiles of the lengths of uncut rows, without skipped rows
-    rows_cut ... supervised_dropped      effects of data.over_long; tokens_cut includes tokens of windowed rows
+    full_tokens, p50, p90, p99, longest  sum and quantiles of the lengths that rows have before they are cut or dropped
+    rows_cut ... supervised_dropped      effects of data.over_long; tokens_cut includes tokens that no window contains
     rows_skipped, reasons                effects of data.on_bad_row; the most frequent reason is first
-    rows_packed, documents               rows of tokens that were packed, and the documents into which they were cut.
-                                         Each document counts as a row in all counts except `rows`
+    rows_packed, documents               packed rows of token ids, and the documents into which they were cut
+
+    Lengths, rows_cut, rows_windowed and rows_dropped count each document as a row.
     """
 
     name: str  # name of the file; `all` for several files

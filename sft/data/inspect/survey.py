@@ -123,9 +123,10 @@ def take_survey(
 def _prepare_any(
     part: str, inputs: list[Input], data: DataConfig, tokenizer: ChatTokenizer, cache_dir: Path, console: Console
 ) -> tuple[DataSet, str | None]:
-    """Returns the corpus that training would use and None, or a corpus and the error message if training refuses
-    the data.  If training refuses rows because they are too long, the returned corpus contains these rows uncut.
-    Texts that a chat template omits do not stop the survey.
+    """Returns the data set that training would use, and None.
+
+    If training refuses the data: a data set, and the error message.  If rows are too long for training, the data set
+    contains these rows uncut.  Texts that a chat template omits do not stop the survey.
     """
     sources = data.train_names if part == "train" else None
     reporting = data.model_copy(update={"on_omitted": "report"})

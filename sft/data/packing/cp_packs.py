@@ -23,8 +23,8 @@ from sft.data.packing.cp_cost import Documents
 class PackRule(NamedTuple):
     """How packs are formed.  Times are shares of a microbatch's mean time.
 
-    least    a row takes at least this time
-    alone    if the first document of a row takes longer than this on a group, it goes to a larger group
+    least    each pack of a row of ranks may take this time, even if the row's first document takes less
+    alone    if the first document of a row of ranks takes longer than this on a group, it goes to a larger group
     sizes    number of sizes of groups, counted from the largest
     short    documents that need one rank and take at most this time there are short: `cp_rows.py` places them
     by_work  whether a group gets the document with the most work per rank, instead of the longest one

@@ -52,7 +52,7 @@ class CheckedMessage(NamedTuple):
 
 
 def read_messages(messages: object, name: str) -> list[CheckedMessage]:
-    """Checked messages of a list, or of a list's JSON text.  Raises DataError.
+    """Checked messages of a list, of an object of lists (`_from_lists`), or of their JSON text.  Raises DataError.
 
     [{"from": "human", "value": "Six?"}]  ->  [CheckedMessage({"role": "user", "content": "Six?"}, None, "message 1")]
     """

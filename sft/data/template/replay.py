@@ -70,7 +70,7 @@ class _Statement(NamedTuple):
 
 
 class Replay(ValueKeys):
-    """The calls around statements whose results may be kept.
+    """The methods that the code of a compiled template calls before and after each statement whose result may be kept.
 
     output  the rendering so far
     kept    the results of other renderings of the chat; None: every statement is executed

@@ -173,7 +173,10 @@ class Sandbox(Replay, Filters, ImmutableSandboxedEnvironment):
         return result
 
     def guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter that counts itself, refuses arguments that would make too much text, and keeps sources."""
+        """`function`, a filter, with checks.  The result has the sources of its characters.
+
+        Each call is counted, and refused if its result would be too large.
+        """
         first = 1 if getattr(function, "jinja_pass_arg", None) is not None else 0
 
         @wraps(function)

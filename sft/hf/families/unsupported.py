@@ -9,7 +9,6 @@ from sft.hf.families import FAMILIES
 _BIASED = "LayerNorm with biases, and an MLP without a gate"
 _MAMBA = "layers of the first Mamba"
 _OWN_MAMBA = "a table of its tensors: layers of Mamba-2"
-_INTERLEAVED = "rotary positions on neighbouring numbers of a head"
 _TABLE = "a table of its tensors beside a router with sigmoid scores"
 _TOWER = "a table of its tensors beside a vision tower"
 _SPARSE = "sparse attention, for which an indexer chooses keys"
@@ -17,7 +16,7 @@ _STREAMS = "several residual streams (hyper-connections)"
 _DRAFT = "the hidden states of another model, for which it drafts tokens"
 _CONVOLUTION = "layers with a short convolution in place of attention"
 _INKLING = "short convolutions beside attention, and relative positions"
-_COHERE = f"LayerNorm, attention and MLP side by side, {_INTERLEAVED}"
+_COHERE = "LayerNorm, and attention and MLP side by side"
 
 # model_type -> what a model of the family needs, and the supported family with the most in common
 _MISSING: dict[str, tuple[str, str]] = {
@@ -57,10 +56,10 @@ _MISSING: dict[str, tuple[str, str]] = {
     "gemma3n_text": ("embeddings for each layer, and several residual streams", "gemma3_text"),
     "gemma4_assistant": (_DRAFT, "gemma4_text"),
     "gemma4_unified_assistant": (_DRAFT, "gemma4_unified_text"),
-    "glm": (f"{_INTERLEAVED}, on a part of each head", "llama"),
-    "glm4": (f"{_INTERLEAVED}, on a part of each head, and norms before and after each block", "llama"),
-    "glm46v": (f"{_INTERLEAVED}, on a part of each head, and norms before and after each block", "llama"),
-    "glm4v": (f"{_INTERLEAVED}, on a part of each head, and norms before and after each block", "llama"),
+    "glm": ("a table of its tensors: neighbouring numbers of a part of each head rotate together", "phi3"),
+    "glm4": ("a table of its tensors: layers of GLM with norms before and after each half", "phi3"),
+    "glm46v": (f"{_TOWER}, and of layers with norms before and after each half", "phi3"),
+    "glm4v": (f"{_TOWER}, and of layers with norms before and after each half", "phi3"),
     "glm4v_moe": (_TOWER, "glm4_moe"),
     "glm5_next": (f"{_SPARSE}, and {_STREAMS}", "bailing_hybrid"),
     "glm_moe_dsa": (_SPARSE, "glm4_moe_lite"),
@@ -75,7 +74,7 @@ _MISSING: dict[str, tuple[str, str]] = {
         "granitemoe",
     ),
     "granitemoeshared": ("a table of its tensors: layers of Granite with a shared expert", "granitemoe"),
-    "helium": (_INTERLEAVED, "llama"),
+    "helium": ("a table of its tensors: layers of Llama that rotate neighbouring numbers of a head", "llama"),
     "hy_v4": (f"{_SPARSE}, and {_STREAMS}", "deepseek_v3"),
     "hyperclovax": ("a table of its tensors: layers of Granite with norms on outputs", "granite"),
     "inkling2": (f"{_INKLING}, and attention over the outputs of earlier layers", "mixtral"),
@@ -94,8 +93,8 @@ _MISSING: dict[str, tuple[str, str]] = {
     "lfm2_vl": (_CONVOLUTION, "qwen3"),
     "lfm3": (_CONVOLUTION, "qwen3"),
     "lfm3_vl": (_CONVOLUTION, "qwen3"),
-    "llama4": (f"chunked attention, and {_INTERLEAVED}", "mixtral"),
-    "llama4_text": (f"chunked attention, and {_INTERLEAVED}", "mixtral"),
+    "llama4": ("chunked attention", "mixtral"),
+    "llama4_text": ("chunked attention", "mixtral"),
     "llava": (_TOWER, "llama"),
     "llava_next": (_TOWER, "llama"),
     "llava_onevision": (_TOWER, "qwen2"),

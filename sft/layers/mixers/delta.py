@@ -193,9 +193,10 @@ class DeltaBytes(RecurrentBytes):
 
 @dataclass(frozen=True)
 class DeltaRule(RecurrentMixer):
-    """The gated delta rule.
+    """Linear attention with the gated delta rule, or with Kimi Delta Attention.
 
-    Letters: K key heads * key width    V value heads * value width    n key heads    m value heads
+    Letters of `LayerWeight.shape`:
+    K key heads * key width    V value heads * value width    n key heads    m value heads
     u value width    c kernel of the convolution    D decays    r width of low_rank
     Z, Y rows of in_proj for the gate and for the decay: V and D, or 0 with low_rank
     """

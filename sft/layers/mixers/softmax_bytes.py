@@ -1,7 +1,8 @@
 """Bytes of activations of softmax attention: what both backends share, and those of the portable backend.
 
-Both save queries, keys, values and outputs; te (te_bytes.py) also saves outputs of norms.  The portable backend gathers
-keys and values over cp, and te sends them as parallel.cp_comm says.
+Both save queries, keys, values, outputs and log-sum-exps, and without recomputation the outputs of norms.  With
+train.recompute = selective, only te (te_bytes.py) saves these; the portable backend computes them again.  The portable
+backend gathers keys and values over cp, and te sends them as parallel.cp_comm says.
 """
 
 import math
@@ -139,11 +140,11 @@ class SoftmaxBytes(MixerBytes):
 class _Kernel(NamedTuple):
     """Properties of an attention kernel, read in its source, that decide the memory of its backward pass.
 
-    is_flash      it takes the keys in the order of each document, and holds no scores
+    is_flash      its keys are copied into the order of the documents' tokens; it does not store scores
     sums_queries  it also holds the gradient of queries in fp32
     sums_pairs    it also holds the gradients of keys and values in fp32
     is_unsummed   it holds the gradients of keys and values for each query head, before it sums them per key head
-    copies_views  with several head groups, it copies the queries, keys and values of a group
+    copies_views  it copies its keys and values, and with several head groups also the queries of a group
     starts_all_blocks  it starts as many blocks for each sequence as for the longest (sft/parallel/length_classes.py)
     pads_values   it needs values as wide as keys; copies of values, outputs and their gradients are padded
     """

@@ -102,9 +102,10 @@ class Experts(Mlp):
         return kept | ({MLP_NORM, OWN_NORMS[0]} if saves_norm else set())
 
     def in_backward(self, work: MlpBackward) -> float:
-        """Bytes while backward computes the experts.  A token counts top_k times.
+        """Bytes while backward computes the experts.  `sent` and the other sizes count a token top_k times.
 
-        When a whole layer has been recomputed, three tensors as wide as the sent tokens are in memory.
+        After the recomputation of a whole layer, these are the recomputed tensors, and the larger of two sums: gate
+        and up with one tensor as wide as the sent tokens, or three such tensors.
         """
         if not work.repeats_layer:
             return (self._recomputed(work) if work.recompute == "selective" else self._all_saved(work)) + work.hidden

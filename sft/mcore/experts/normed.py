@@ -54,8 +54,11 @@ class NormedRouter(Router):
             scale.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def _logits(self, tokens: Tensor, weight: Tensor | None = None) -> Tensor:
-        """[t, h] -> [t, experts].  The input's scale is multiplied into the columns of the router's weight, so that the
-        only activation that is saved is the norm's output."""
+        """[t, h] -> [t, experts].  `weight` is not used.
+
+        The input's scale is multiplied into the columns of the router's weight, so that backward needs no scaled copy
+        of the norm's output.
+        """
         own = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
         own = own * (self.input_scale.to(own.dtype) / math.sqrt(tokens.shape[-1]))
         return super()._logits(self.norm(tokens), own)

@@ -26,7 +26,7 @@ class Inputs(NamedTuple):
     q, k  [t, key heads, K], not normalised
     v     [t, value heads, V]
     g     [t, value heads], logarithm of the decay, at most 0, fp32; or [t, value heads, K], a decay for each channel
-    beta  [t, value heads], between 0 and 1
+    beta  [t, value heads], between 0 and 2; at most 1 in all models but Olmo Hybrid
     """
 
     q: Tensor

@@ -1,7 +1,7 @@
 """The delta rule with a decay for each channel by FLA's kernels of Kimi Delta Attention (fla.ops.kda).
 
-The steps of a pass are those of fla_rule.py.  Its kernels of states take keys that are multiplied by the decay to the
-end of their chunk, and queries by the decay from its start.
+The steps of a pass are those of fla_rule.py.  Kernels that go from chunk to chunk take decayed inputs: each key times
+the decay from its token to the end of the chunk, and each query times the decay from the start of the chunk.
 """
 
 from collections.abc import Mapping

@@ -203,7 +203,10 @@ def gated_norm(
 
 
 class _FusedGatedNorm(torch.autograd.Function):
-    """Saves the gate as it is, a view of the projections; FLA takes contiguous tensors, and would save a copy."""
+    """The gated norm, by FLA's kernels.  It saves the gate without a copy, as a view of the projections' output.
+
+    FLA's own function makes its inputs contiguous first, and would save the copy.
+    """
 
     @staticmethod
     def forward(ctx: Any, functions: Any, x: Tensor, gate: Tensor, *setting: Any) -> tuple[Tensor, Tensor]:

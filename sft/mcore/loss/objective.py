@@ -104,7 +104,7 @@ class RowStatistics(NamedTuple):
     def by_text(self, counts: np.ndarray) -> "RowStatistics":
         """Copies on the CPU with each target repeated as often as texts supervise it.  counts: int64 [n]
 
-        The result has no `lse`, because each copy is a wait for the GPU.
+        The result has no `lse`: each column that is copied to the CPU makes the host wait for the GPU once more.
         """
         repeats = torch.from_numpy(counts)
         return self._replace(lse=None).map(lambda column: column.cpu().repeat_interleave(repeats))

@@ -3,10 +3,10 @@ replaces attention in a layer.
 
     q, k, v, z, b, a = projections of the hidden state      q, k, v = silu(causal convolution of q, k, v)
     g = -exp(A_log) * softplus(a + dt_bias)                 beta = beta_factor * sigmoid(b)
-    output = projection of (norm(gated delta rule of q, k, v, g, beta) * silu(z))
+    output = projection of (norm(gated delta rule of q, k, v, g, beta) * gate(z))
 
-In Kimi Delta Attention a is as wide as k, and the gate on the output is a sigmoid.  With linear_attention.low_rank, z
-and a are products of two matrices; every tensor-parallel rank has the whole of the first one.
+The gate is silu, and in Kimi Delta Attention a sigmoid; there a is as wide as k.  With linear_attention.low_rank, z and
+a are products of two matrices; every tensor-parallel rank has the whole of the first one.
 
 Tensor-parallel ranks divide key heads among them; a rank also has the value heads that its key heads serve.
 

@@ -146,7 +146,7 @@ class RecurrentLayer(MegatronModule):
 
     @abstractmethod
     def mixed(self, projected: Any, documents: LinearDocuments, packed: PackedDocuments) -> Tensor:
-        """Result of `projected` -> input of the output projection, [t, columns]."""
+        """Computes the input of the output projection, [t, columns], from the result of `projected`."""
 
     @abstractmethod
     def split_weights(self) -> dict[str, Tensor]:

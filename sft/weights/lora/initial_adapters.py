@@ -175,7 +175,7 @@ def _family(source: str, config: Config) -> Family:
 def _matched(
     source: str, adapter: folder.PeftAdapter, family: Family, config: Config
 ) -> tuple[dict[str, str], list[str]]:
-    """The modules of the folder by the names of their Linears in the files of the base model, and lora.targets.
+    """{name of a Linear in the files of the base model: its module in the adapter folder}, and lora.targets.
 
     The targets are the shortest ones that select exactly these Linears.  In a model with a vision tower, PEFT writes
     the module names of transformers, which depend on its version and differ from the names in the files.

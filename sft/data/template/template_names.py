@@ -66,7 +66,7 @@ def _gets_namespace(statement: nodes.Node) -> str | None:
     """The name to which a statement assigns a new namespace; None if it does not."""
     match statement:
         case nodes.Assign(target=nodes.Name(name=name), node=nodes.Call(node=nodes.Name(name="namespace"))):
-            return name  # type: ignore[no-any-return]
+            return name
     return None
 
 

@@ -65,9 +65,8 @@ def _head_dim(content: Mapping[str, Any]) -> int:
     width, heads = content.get("mamba_d_head", "auto"), content.get("mamba_n_heads", 128)
     factors = content.get("mamba_expand", 2), content.get("hidden_size")
     if any(type(size) is not int or size < 1 for size in (heads, *factors)):
-        raise ValueError(
-            f"mamba_n_heads = {heads}, mamba_expand = {factors[0]} and hidden_size = {factors[1]} must be integers above 0"
-        )
+        shown = f"mamba_expand = {factors[0]} and hidden_size = {factors[1]}"
+        raise ValueError(f"mamba_n_heads = {heads}, {shown} must be integers above 0")
     inner = factors[0] * factors[1]
     width = inner // heads if width == "auto" else width
     if type(width) is not int or width * heads != inner:

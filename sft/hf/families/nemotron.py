@@ -63,11 +63,11 @@ def _key(kind: str, name: str, default: Any, absent: Any = None, *, alias: str |
     names = [name] if alias is None else [name, alias]
 
     def read(content: Mapping[str, Any]) -> Any:
-        present = [one for one in names if one in content]
+        present = [stored for stored in names if stored in content]
         if kind not in _types(content):
             return absent
-        if len({json.dumps(content[one]) for one in present}) > 1:
-            both = " and ".join(f"{one} = {json.dumps(content[one])}" for one in present)
+        if len({json.dumps(content[stored]) for stored in present}) > 1:
+            both = " and ".join(f"{stored} = {json.dumps(content[stored])}" for stored in present)
             raise ValueError(f"{both} are two names of one setting but differ; remove the wrong name")
         return content[present[0]] if present else default
 

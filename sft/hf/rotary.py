@@ -124,7 +124,7 @@ def by_layer_type(
         return {**content}, {"window_base": _first(group.get(window_key), content.get(window_key), default_base)}, []
     full, sliding = (groups.get(kind) or {} for kind in (FULL, SLIDING))
     if not isinstance(full, dict) or not isinstance(sliding, dict):
-        return {}, default_base, [f"rope_parameters.{FULL} or .{SLIDING} is not a group of values"]
+        return {}, {"window_base": default_base}, [f"rope_parameters.{FULL} or .{SLIDING} is not a group of values"]
     problems = []
     if sliding.get("rope_type", "default") != "default":
         problems.append(f"rope_type = {json.dumps(sliding['rope_type'])} of {SLIDING} is not supported, only default")

@@ -22,6 +22,7 @@ from sft.mcore.gradients import GradientChunk, gradient_chunks
 from sft.mcore.linear_attention.delta_rule import Inputs
 from sft.weights.load import load_weights
 from tests.ranks import scenarios
+from tests.unit.fixtures.hf import olmo_as_released
 from tests.unit.fixtures.recurrence import recurrence
 
 # Two fp32 implementations; one rounding of a loss of 8 to 16 nats is 1e-6; the measured maximum is 4.8e-6.
@@ -119,7 +120,8 @@ def stored_gradients(
     of: returns the tensor of a parameter; None if the parameter has no tensor
     """
     found = {name: tensor for name, param in model.named_parameters() if (tensor := of(param)) is not None}
-    return {name: tensor.clone() for name, tensor in revert_weight_conversion(model, found).items()}
+    stored = {name: tensor.clone() for name, tensor in revert_weight_conversion(model, found).items()}
+    return olmo_as_released(stored) if model.config.model_type == "olmo_hybrid" else stored
 
 
 def hf_losses(model: Any, sample: Sample) -> torch.Tensor:

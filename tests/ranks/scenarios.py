@@ -385,7 +385,7 @@ def check_parameters(
 
     decay_tolerance: for gradients of the decay of linear attention, which are sums over all tokens whose terms cancel
     """
-    assert found.keys() == expected.keys()
+    assert found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())
     wrong = {}
     for name, one in expected.items():
         limit = decay_tolerance if decay_tolerance is not None and name.endswith(DECAYS) else tolerance

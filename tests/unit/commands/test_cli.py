@@ -195,7 +195,7 @@ attention.kernels = null
 attention.delta_rule = "auto"
     from     default
     type     one of auto, torch, fla; default "auto"
-    meaning  Kernel of linear attention: fla is flash-linear-attention (CUDA, bf16); torch is plain and runs anywhere.
+    meaning  Kernel of recurrences: fla is flash-linear-attention (CUDA, bf16); torch is plain and runs anywhere.
 """
 
 

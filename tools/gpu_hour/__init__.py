@@ -1,6 +1,6 @@
 """The first hour on a GPU machine: one command that runs probes, tests and benchmarks, and reports every bar.
 
-    python -m tools.gpu_hour --gpus 8        all steps, 85 minutes at most; a second start continues
+    python -m tools.gpu_hour --gpus 8        all steps, 86 minutes at most; a second start continues
     python -m tools.gpu_hour --tiny          toy sizes on a CPU, about a minute
 
 step.py     the types of a step             steps.py    declares the steps and their commands

@@ -1,6 +1,6 @@
 """The first hour on a GPU machine: probes, tests and benchmarks, and a report of every bar.
 
-    python -m tools.gpu_hour --gpus 8               at most 85 minutes; one GPU: at most 70
+    python -m tools.gpu_hour --gpus 8               at most 86 minutes; one GPU: at most 70
     python -m tools.gpu_hour --tiny                 toy sizes, on a CPU too
     python -m tools.gpu_hour --list                 the steps and their limits
 

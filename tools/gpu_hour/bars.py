@@ -19,7 +19,7 @@ from tools.gpu_hour.step import Result
 MOST_ABOVE, MOST_BELOW = 1.02, 0.94
 RESERVED = 1.05  # reserved / allocated memory; above it, torch's allocator loses too much between its blocks
 PROBES = ("probe-data", "probe-leak", "probe-parity")
-KINDS = ("kinds", "more-kinds")
+KINDS = ("kinds", "recurrences", "more-kinds")
 STEPS = ("memory", "steps", "recompute", "offload", "longest")  # the bars of training steps use the rows of all
 SPEEDS = ("speed-tp2-cp4", "speed-cp8", "speed-cp8-a2a-p2p", "speed-dp8")
 

@@ -76,8 +76,9 @@ DETERMINISTIC: Curves = {
     8: ["tp=2 cp=4 precision=bf16 deterministic=true"] * 2,
 }
 _TE, _KEPT = "backend=te precision=bf16", "precision=bf16 recompute=attention_kept"
-_MORE = ("qwen-3.6", "experts", "adapters")  # in a group of their own, because compilation takes most of the time
-_SOFTMAX = [kind for kind in KINDS if kind not in _MORE]
+# Groups of their own, because compilation takes most of the time.
+_RECURRENT, _MORE = ("qwen-3.6", "kimi-linear", "nemotron-3"), ("experts", "adapters")
+_SOFTMAX = [kind for kind in KINDS if kind not in (*_RECURRENT, *_MORE)]
 KINDS_OF_ATTENTION: Curves = {
     1: [f"kind={kind} dp=1{also}" for kind in _SOFTMAX for also in ("", " precision=bf16")]
     + [f"kind={kind} dp=1 {_KEPT}" for kind in ("windows", "latent")]
@@ -90,16 +91,28 @@ KINDS_OF_ATTENTION: Curves = {
     + [f"kind=latent cp={cp} dp={8 // cp} {_TE}" for cp in (2, 8)]
     + ["kind=gpt-oss cp=4 dp=2 ep=8 precision=bf16", "kind=gemma-4 tp=2 cp=4 precision=bf16"],
 }
+RECURRENCES: Curves = {
+    1: [
+        f"kind={kind} dp=1{also}"
+        for kind in _RECURRENT
+        for also in ("", " precision=bf16", " precision=bf16 delta_rule=fla", f" {_KEPT}")
+    ],
+    2: [f"kind={kind} {also}" for kind in _RECURRENT for also in ("dp=2", "cp=2 precision=bf16")],
+    8: [
+        f"kind={kind} {also}"
+        for kind in _RECURRENT
+        for also in (
+            *("dp=8", "cp=8 precision=bf16", "cp=2 dp=4 precision=bf16", "tp=2 cp=4 precision=bf16", f"cp=8 {_KEPT}"),
+            *(f"cp={cp} dp={8 // cp} precision=bf16 delta_rule=fla" for cp in (2, 8)),
+        )
+    ],
+}
 MORE_KINDS: Curves = {
     1: [f"kind={kind} dp=1{also}" for kind in _MORE for also in ("", " precision=bf16")]
-    + ["kind=qwen-3.6 dp=1 precision=bf16 delta_rule=fla", f"kind=qwen-3.6 dp=1 {_KEPT}"]
     + ["dp=1", f"dp=1 {_TE} fp8=delayed", f"dp=1 {_TE} fp8=blockwise"],
     2: [f"kind={kind} {also}" for kind in _MORE for also in ("dp=2", "cp=2 precision=bf16")]
     + ["kind=adapters dp=2 ep=2 precision=bf16"],
     8: [f"kind={kind} {also}" for kind in _MORE for also in ("dp=8", "cp=8 precision=bf16")]
-    + ["kind=qwen-3.6 cp=2 dp=4 precision=bf16", "kind=qwen-3.6 tp=2 cp=4 precision=bf16"]
-    + [f"kind=qwen-3.6 cp={cp} dp={8 // cp} precision=bf16 delta_rule=fla" for cp in (2, 8)]
-    + [f"kind=qwen-3.6 cp=8 {_KEPT}"]
     + [f"kind=experts dp=8 ep=8 precision=bf16{also}" for also in ("", " ep_comm=deepep")]
     + ["kind=adapters dp=8 ep=8 precision=bf16"]
     + ["dp=8", f"dp=8 {_TE} fp8=delayed", f"tp=2 cp=4 {_TE} fp8=blockwise"],
@@ -107,6 +120,7 @@ MORE_KINDS: Curves = {
 GROUPS = {
     "layouts": LAYOUTS,
     "kinds": KINDS_OF_ATTENTION,
+    "recurrences": RECURRENCES,
     "more-kinds": MORE_KINDS,
     "backends": BACKENDS,
     "deterministic": DETERMINISTIC,

@@ -33,6 +33,15 @@ KINDS: Mapping[str, Sequence[str]] = {
         *("model.linear_attention.key_head_dim=128", "model.linear_attention.value_head_dim=128"),
         *("model.norm_zero_centered=true", "model.rope.fraction=0.25"),
     ),
+    "kimi-linear": (
+        *("model.linear_attention.layers=[1, 2, 3]", "model.linear_attention={decay: channel, low_rank: 64}"),
+        *("model.linear_attention.num_key_heads=4", "model.linear_attention.num_value_heads=4"),
+        *("model.linear_attention.gate=sigmoid", "model.qk_norm=false"),
+    ),
+    "nemotron-3": (
+        "model.mamba={layers: [1, 3], num_heads: 8, num_groups: 2, head_dim: 64, state_dim: 128}",
+        *("model.halves={without_mlp: [1, 3], without_mixer: [2]}", "model.activation=relu2", "model.qk_norm=false"),
+    ),
     "latent": (
         *("model.latent_attention.kv_lora_rank=64", "model.latent_attention.q_lora_rank=96"),
         *("model.latent_attention.qk_nope_head_dim=128", "model.latent_attention.qk_rope_head_dim=64"),

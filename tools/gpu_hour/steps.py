@@ -140,8 +140,13 @@ STEPS: Sequence[Step] = (
         limit_s=group_curves.limit_s("kinds"),
     ),
     curves(
+        "recurrences",
+        "do linear attention and Mamba-2 give the curve of full precision",
+        limit_s=group_curves.limit_s("recurrences"),
+    ),
+    curves(
         "more-kinds",
-        "do linear attention, experts, adapters and FP8 give the curve of full precision",
+        "do experts, adapters and FP8 give the curve of full precision",
         limit_s=group_curves.limit_s("more-kinds"),
     ),
     curves(

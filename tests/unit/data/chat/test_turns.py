@@ -336,9 +336,9 @@ def test_prompts_are_rendered_once_for_each_state(tokenizers: Tokenizers, monkey
     asked: list[int] = []
     rendered = type(tokenizer.template).rendered
 
-    def counted(self: Any, given: Any, *, prompt: bool = False) -> Any:
+    def counted(self: Any, given: Any, *, prompt: bool = False, **options: Any) -> Any:
         asked.append(prompt)
-        return rendered(self, given, prompt=prompt)
+        return rendered(self, given, prompt=prompt, **options)
 
     monkeypatch.setattr(type(tokenizer.template), "rendered", counted)
     messages = [message for i in range(50) for message in (user(f"q{i}"), assistant(f"a{i}"))] + CALLING

@@ -25,11 +25,12 @@ from sft.mcore.linear_attention.block_tensors import (
     without_padding,
 )
 from sft.mcore.linear_attention.delta_rule import NORM_EPS, Inputs
+from sft.mcore.linear_attention.head_decays import HeadDecays
 from sft.mcore.linear_attention.schedule import CHUNK, Block
 
 
 @dataclass(frozen=True, eq=False)
-class Chunks:
+class Chunks(HeadDecays):
     """The n chunks of a block; implements `chunked_kernel.BlockProducts`.  All tensors except `sums` have the dtype of
     states; `heads` are value heads.
 
@@ -59,6 +60,10 @@ class Chunks:
         return Chunks(block, q * q_scale, k * k_scale, q_scale, k_scale, v, beta.to(dtype), sums)
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.v.dtype
+
+    @property
     def ratio(self) -> int:
         return self.v.shape[1] // self.k.shape[1]
 
@@ -71,23 +76,6 @@ class Chunks:
     def keys(self) -> Tensor:
         """[n, heads, c, K]"""
         return self.k.repeat_interleave(self.ratio, dim=1)
-
-    @cached_property
-    def from_start(self) -> Tensor:
-        """exp(s), decay from the start of the chunk to each token: [n, heads, c, 1]"""
-        return self.sums.to(self.v.dtype).exp()[..., None]
-
-    @cached_property
-    def to_end(self) -> Tensor:
-        """exp(s_c - s): [n, heads, c, 1]"""
-        return (self.sums[..., -1:] - self.sums).to(self.v.dtype).exp()[..., None]
-
-    @cached_property
-    def decay(self) -> Tensor:
-        """D, [n, heads, c, c]"""
-        lower = torch.ones(CHUNK, CHUNK, dtype=self.v.dtype, device=self.v.device).tril()
-        differences = (self.sums[..., :, None] - self.sums[..., None, :]).to(self.v.dtype)
-        return differences.mul_(lower).exp_().mul_(lower)
 
     @cached_property
     def key_products(self) -> Tensor:

@@ -23,12 +23,13 @@ from sft.mcore.linear_attention.block_tensors import (
     sums_to_end,
     without_padding,
 )
-from sft.mcore.linear_attention.schedule import CHUNK, Block
+from sft.mcore.linear_attention.head_decays import HeadDecays
+from sft.mcore.linear_attention.schedule import Block
 from sft.mcore.linear_attention.ssd import SsdInputs
 
 
 @dataclass(frozen=True, eq=False)
-class SsdChunks:
+class SsdChunks(HeadDecays):
     """The n chunks of a block; implements `chunked_kernel.BlockProducts`.  All tensors except `sums` have the dtype of
     states.
 
@@ -53,6 +54,10 @@ class SsdChunks:
         return SsdChunks(block, c, b, x, dt.to(dtype), running_sums(g[..., 0].double()))
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.x.dtype
+
+    @property
     def ratio(self) -> int:
         return self.x.shape[1] // self.b.shape[1]
 
@@ -65,23 +70,6 @@ class SsdChunks:
     def values(self) -> Tensor:
         """V, [n, heads, c, P]"""
         return self.dt * self.x
-
-    @cached_property
-    def from_start(self) -> Tensor:
-        """exp(s), decay from the start of the chunk to each token: [n, heads, c, 1]"""
-        return self.sums.to(self.x.dtype).exp()[..., None]
-
-    @cached_property
-    def to_end(self) -> Tensor:
-        """exp(s_c - s): [n, heads, c, 1]"""
-        return (self.sums[..., -1:] - self.sums).to(self.x.dtype).exp()[..., None]
-
-    @cached_property
-    def decay(self) -> Tensor:
-        """D, [n, heads, c, c]"""
-        lower = torch.ones(CHUNK, CHUNK, dtype=self.x.dtype, device=self.x.device).tril()
-        differences = (self.sums[..., :, None] - self.sums[..., None, :]).to(self.x.dtype)
-        return differences.mul_(lower).exp_().mul_(lower)
 
     @cached_property
     def weights(self) -> Tensor:

@@ -1,6 +1,6 @@
 """Gives every process the memory-mapped samples of stores: call `find_prepared`, `map_prepared`, then `Corpus.sample`.
 
-Decides the ids and names of samples.  `prepare.py` tokenises.  This module does not know packs or layouts.
+Decides the ids and names of samples.  `prepare.py` makes the stores, and `sft/data/packing/` makes packs of samples.
 """
 
 import hashlib
@@ -32,7 +32,8 @@ _TOKENS_AT_ONCE = 1 << 24
 class Corpus:
     """Samples of one or more files or datasets, memory-mapped, in the order of the files and their rows.
 
-    names           argument: the name of each file's source; None: every file is a source
+    names           argument: for each file, the name of its source.  Files with equal names are one source.  None:
+                    every file is a source (`file_names`)
     files           the files and datasets
     sources         names of the sources, each once
     lengths         int64 [n], number of stored tokens of each sample
@@ -85,7 +86,7 @@ class Corpus:
 
     @cached_property
     def shapes(self) -> SampleSizes:
-        """The sizes of all samples that plans read."""
+        """The sizes of all samples, for plans: `lengths`, or with trees the lengths and depths of all documents."""
         if not self.has_trees:
             return self.lengths
         counts, lengths, depths = [], [], []
@@ -103,8 +104,11 @@ class Corpus:
         return Shapes(starts, np.concatenate(lengths), np.concatenate(depths))
 
     def name(self, sample_id: int) -> str:
-        """The name of a sample for users: `chat.jsonl:1841`, `chat.jsonl:1841 window 2 of 3`, and of a packed row
-        `tokens.jsonl:7 document 2 of 5`, `tokens.jsonl:7 document 3 of 5 window 1 of 2`."""
+        """The name of a sample in messages to users: the file and the number of the row, then the document if the row
+        is a packed row, and the window if the sample is one of several windows.
+
+        chat.jsonl:1841        chat.jsonl:1841 window 2 of 3        tokens.jsonl:7 document 3 of 5 window 1 of 2
+        """
         file, index = self._find(sample_id)
         table, at = self._stores[file].rows, int(self._lines[file][index])
         line = table[at]
@@ -116,8 +120,9 @@ class Corpus:
         return name if line["windows"] == 1 else f"{name} window {line['window']} of {line['windows']}"
 
     def first_beyond(self, num_ids: int) -> tuple[int, int] | None:
-        """The first sample with a token of id `num_ids` or above, and the token's position; None if there is none.
+        """The id of the first sample with a token of id `num_ids` or above, and the token's index in the sample.
 
+        None if no sample has such a token.
         Reads only stores that have such an id, and stores of older versions, which did not record the largest id.
         """
         for file, store in enumerate(self._stores):
@@ -133,7 +138,7 @@ class Corpus:
 
     @property
     def tables(self) -> list[np.ndarray]:
-        """LINE [lines] of each file: one line per sample, in order, and one per dropped document."""
+        """For each file, its table: LINE [lines], one line per sample and one per document without a sample."""
         return [store.rows for store in self._stores]
 
     @property
@@ -167,7 +172,7 @@ class Corpus:
 
 
 def file_names(paths: Sequence[DataFile]) -> list[str]:
-    """A name for each file: the file name without the ending, or the path if two files share this name.  A dataset has
+    """A name for each file: the file name up to its first dot, or the path if two files share this name.  A dataset has
     the name that the recipe gives."""
     stems = [path.name if isinstance(path, LoadedDataset) else path.name.split(".")[0] for path in paths]
     counts = Counter(stems)
@@ -177,12 +182,12 @@ def file_names(paths: Sequence[DataFile]) -> list[str]:
 def find_prepared(
     inputs: Sequence[Input], data: DataConfig, tokenizer: ChatTokenizer, cache_dir: Path, *, command: str
 ) -> list[tuple[DataFile, Path]]:
-    """Each file or dataset, and the folder of its store.  Neither tokenises nor uses a network; errors name `command`,
-    which prepares the files.
+    """Finds the files and datasets of `inputs`, and the folders of their stores.  Neither tokenises nor uses a network.
 
+    command: the command that makes missing stores, for error messages
     Reads all bytes of files whose digest is not remembered, so only one rank calls this function and broadcasts the
-    folders.  Raises DataError if a file cannot be read or is not prepared, if no sample is left, or if data.on_omitted
-    refuses a chat.
+    folders.  Raises DataError if a file cannot be read or is not prepared, if no sample is left, or if the chat
+    template left text out and data.on_omitted = error.
     """
     files = find_inputs(inputs, cache_dir, command=command)
     prepared = [(file, store_folder(cache_dir, file, data, tokenizer)) for file in files]
@@ -193,7 +198,10 @@ def find_prepared(
 def map_prepared(
     prepared: Sequence[tuple[DataFile, Path]], data: DataConfig, names: Sequence[str] | None = None, *, command: str
 ) -> Corpus:
-    """The corpus of the stores that `find_prepared` found; `names` holds the source of each file."""
+    """The corpus of the stores that `find_prepared` found.  Raises DataError if a store is missing or cannot be read.
+
+    names: for each file, the name of its source; command: as for `find_prepared`
+    """
     try:
         stores = [open_store(folder) for _, folder in prepared]
     except OSError as error:  # a disk fails, or too many files are open: the stores may be complete

@@ -3,8 +3,8 @@
     cache_dir/digests/5c1e....json    {"path": "/data/chat.jsonl", "state": [...], "sha256": "3f..."}
 
 A digest is used again as long as the file's path, size, inode number, mtime and ctime are unchanged.  Every program
-that writes to a file changes one of the two times.  Clocks have limited resolution, so a digest is not remembered if
-the file was changed less than two seconds before it was read.
+that writes to a file changes mtime or ctime.  Clocks have limited resolution, so a digest is not remembered if the file
+was changed less than two seconds before it was read.
 """
 
 import hashlib
@@ -20,7 +20,10 @@ _RECENT_NS = 2_000_000_000  # the coarsest resolution of a file system's clock (
 
 
 def content_digest(path: Path, cache_dir: Path) -> str:
-    """SHA-256 of the bytes of a file, or of the names and bytes of all files of a folder."""
+    """SHA-256 of the bytes of a file, or of the names and digests of all files in a folder and its subfolders.
+
+    Raises OSError if a file cannot be read.
+    """
     if path.is_dir():
         parts = [f"{part.relative_to(path)} {content_digest(part, cache_dir)}" for part in files_of(path)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
@@ -34,12 +37,13 @@ def content_digest(path: Path, cache_dir: Path) -> str:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
     _, _, modified_ns, changed_ns = before
     if _state(path) == before and max(modified_ns, changed_ns) + _RECENT_NS < started:
-        with suppress(OSError), replacing(memo) as temporary:  # a cache that cannot be written to stays as it is
+        with suppress(OSError), replacing(memo) as temporary:  # without a memo, the next start reads the file again
             temporary.write_text(json.dumps({"path": name, "state": before, "sha256": digest}), encoding="utf-8")
     return digest
 
 
 def files_of(folder: Path) -> list[Path]:
+    """All files in a folder and its subfolders, sorted by path."""
     return sorted(part for part in folder.rglob("*") if part.is_file())
 
 

@@ -1,7 +1,8 @@
 """Converts rows to arrays of tokens and weights, in one process.
 
-Decides whether an unusable row ends the preparation with an error that names the row, or is left out and listed.  A
-chat whose label marks its answer as bad is always dropped.
+Decides by data.on_bad_row whether an unusable row ends the preparation with an error that names the row, or is left out
+and listed.  A chat whose label marks its answer as bad is always dropped.
+
 `truncation.py` handles samples that are too long, `workers.py` assigns rows to processes, and `read/rows.py` reads
 files.  Every tokenising process imports this module, so it does not import torch.
 """
@@ -33,13 +34,13 @@ MAX_WEIGHTS = 256  # distinct weights that one byte per token can index; the fir
 
 
 class EncodedRows(NamedTuple):
-    """Some consecutive rows, tokenised."""
+    """The samples of some consecutive rows of a file, and counts of these rows."""
 
     tokens: np.ndarray  # int32 [n], all samples concatenated
     mask: np.ndarray  # uint8 [n], the index in `weights` of each token's weight
     weights: np.ndarray  # float32 [at most 256], the distinct weights: 0, then rising
-    lines: np.ndarray  # LINE [samples and dropped rows]
-    rejects: Sequence[Reject]
+    lines: np.ndarray  # LINE [lines]: one per sample, and one per document without a sample
+    rejects: Sequence[Reject]  # unusable rows, which data.on_bad_row = skip leaves out
     omitted: Sequence[RowOmission] = ()  # texts that the chat template left out, by row, role and kind
     num_chats: int = 0  # usable rows with messages
     unused: Sequence[tuple[str, int]] = ()  # (key of usable rows that nothing reads, number of rows with this key)
@@ -52,7 +53,7 @@ class EncodedRows(NamedTuple):
 
 
 class RowSample(NamedTuple):
-    """A sample of a row, with its line of the table, `LINE`; without tokens, the line of a document without sample."""
+    """A sample of a row, and its line of the table (`LINE`).  A document without a sample has a line and no tokens."""
 
     line: tuple[int, ...]
     tokens: np.ndarray
@@ -61,7 +62,11 @@ class RowSample(NamedTuple):
 
 
 def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer: ChatTokenizer) -> EncodedRows:
-    """Tokenises rows of a file.  For the first unusable row, raises a DataError that begins with the row's name."""
+    """Tokenises rows of a file.
+
+    Raises a DataError that begins with the row's name: for the first unusable row if data.on_bad_row = error, and for a
+    sample that is too long if data.over_long = error.  Also raises DataError for more than 255 weights above 0.
+    """
     tokens = [np.empty(0, dtype=np.int32)]
     weights = [np.empty(0, dtype=np.float32)]
     lines: list[tuple[int, ...]] = []
@@ -131,7 +136,7 @@ def _samples(number: int, row: Encoding, data: DataConfig) -> Iterator[RowSample
 
 
 def _fit_tree(number: int, row: Encoding, data: DataConfig) -> Iterator[RowSample]:
-    """Yields the samples of a row whose texts have a tree."""
+    """Yields the samples of a row that is a tree: the tree if it fits, else several samples (`tree_samples.py`)."""
     assert row.tree is not None
     parts = list(split_tree(Grown(row.tokens, row.weights, row.tree), data))
     full = len(row.tokens), num_labels_of(row.tree)
@@ -171,7 +176,7 @@ def _fit(number: int, row: Encoding, data: DataConfig) -> Iterator[RowSample]:
 
 
 def num_texts(content: object) -> int:
-    """About how many assistant turns a row has."""
+    """Estimates the number of assistant turns of a row, at least 1, by counting roles and keys in its JSON."""
     text = content if isinstance(content, bytes) else repr(content).replace("'", '"').encode()
     return max(1, sum(text.count(role) for role in (b'"assistant"', b'"gpt"', b'"completions"')))
 
@@ -182,9 +187,9 @@ def num_labels(weights: np.ndarray) -> int:
 
 
 def to_palette(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The distinct weights, including 0, and the index of each token's weight among them.
+    """The distinct weights, float32, rising from 0, and for each token the index of its weight, uint8 [n].
 
-    0 0 1 0.5 0.5  ->  palette 0 0.5 1, mask 0 0 2 1 1
+    weights 0 0 1 0.5 0.5  ->  distinct weights 0 0.5 1, indices 0 0 2 1 1
     """
     starts = np.concatenate([[0], np.flatnonzero(weights[1:] != weights[:-1]) + 1])[: len(weights)]
     palette = np.union1d(0, weights[starts]).astype(np.float32)
@@ -193,7 +198,7 @@ def to_palette(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_palette(palette: np.ndarray, file: DataFile) -> None:
-    """Raises DataError if there are more than 256 distinct weights: a byte is the index of a token's weight."""
+    """Raises DataError if there are more than 256 distinct weights, because a byte per token indexes them."""
     if len(palette) > MAX_WEIGHTS:
         raise DataError(
             f"{file}: more than {MAX_WEIGHTS - 1} different weights above 0, such as {palette[1]:g}, {palette[2]:g} "

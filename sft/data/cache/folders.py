@@ -26,11 +26,12 @@ from sft.data.read.rows import DataFile
 from sft.errors import DataError
 
 # Version of the code that makes samples of rows.  A change that gives any row other tokens or weights must change this
-# text; older stores are then no longer used.  tests/unit/data/cache/test_encoding_version.py fails if it was not.
+# text; older stores are then no longer used.  tests/unit/data/cache/test_encoding_version.py fails if tokens or weights
+# of its rows change and this text does not.
 ENCODING = "2: the sources of characters decide masks, and text that a template inserts is supervised"
-# Version of the code that decides which rows are unusable.  Stores that skipped no row do not depend on it.
+# Version of the code that decides which rows are unusable.  Only names of stores with on_bad_row = skip depend on it.
 REFUSALS = "4: a prompt with a list of one completion is a chat"
-# Version of the code that renders each turn and makes trees.  Stores with data.turns = chat do not depend on it.
+# Version of the code that renders each turn and makes trees.  Only names of stores with turns = each depend on it.
 TREES = "1: each supervised turn is the last one of a text"
 _SETTINGS = ("seq_length", "doc_multiple", "over_long", "on_bad_row", "supervise", "supervise_inserted")
 Stamp = tuple[tuple[int, int], ...]
@@ -39,7 +40,10 @@ _OURS = re.compile(r"[0-9a-f]{32}(\.work)?")
 
 
 def store_folder(cache_dir: Path, file: DataFile, data: DataConfig, tokenizer: ChatTokenizer) -> Path:
-    """The cache folder of one data file; its name is a hash of everything that the samples depend on: 32 hex digits."""
+    """The cache folder of one data file.  Its name, 32 hex digits, is a hash of everything that the samples depend on.
+
+    Raises OSError if the file cannot be read.
+    """
     libraries = () if isinstance(tokenizer, ByteTokenizer) else ("transformers", "tokenizers", "jinja2")
     parts: dict[str, Any] = {
         "content": file.digest if isinstance(file, LoadedDataset) else content_digest(file, cache_dir),
@@ -93,8 +97,9 @@ class Stale(NamedTuple):
 def sweep(cache_dir: Path, used: Collection[Path]) -> list[Stale]:
     """Removes stores that are not in `used`, and all work folders.
 
-    Folders with names of another form stay.  On a local disk, a run that has mapped a removed store continues.  A
-    running preparation of a removed work folder starts this file again.
+    Folders with names of another form stay.  On a local disk, a run that has mapped a removed store continues.  If the
+    work folder of a running preparation is removed, the preparation tokenises that file again.  Raises DataError if a
+    folder cannot be removed.
     """
     stale = []
     try:

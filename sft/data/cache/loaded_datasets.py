@@ -2,9 +2,9 @@
 
     cache_dir/datasets/7ab0....json    {"name": "OWNER/NAME train", "commit": "8049...", "digest": "3f...", ...}
 
-`sft data prepare` asks the hub for the commit of a dataset, in one process.  A training run reads what was remembered:
-it needs no network, and a branch that moves meanwhile does not change its data.  The name of a store depends on the
-bytes of the Arrow files, as for any data file.  So the rows of another commit have another store.
+`sft data prepare` asks the hub for the commit of a dataset, in one process.  A training run reads the remembered
+commit: it needs no network, and a branch that moves meanwhile does not change its data.  The name of a store depends on
+the bytes of the Arrow files, as for any data file.  So a commit with other rows has another store.
 """
 
 import hashlib
@@ -27,14 +27,17 @@ FOLDER = "datasets"
 
 
 class _Memo(NamedTuple):
-    """A loaded dataset.  folder: digest of a local folder at the time of loading; None for a dataset of the hub"""
+    """A dataset as it was loaded.  folder: digest of its local folder at that time; None for a dataset of the hub"""
 
     dataset: LoadedDataset
     folder: str | None
 
 
 def open_inputs(inputs: Sequence[Input], cache_dir: Path, console: Console) -> list[DataFile]:
-    """Checks the files, and loads the datasets.  Only one process calls this function.  Raises DataError."""
+    """Checks that the files exist and are readable, and loads the datasets.  Only one process calls this function.
+
+    Raises DataError if a file or dataset cannot be used.
+    """
     return [_load(entry, cache_dir, console) if isinstance(entry, NamedDataset) else _file(entry) for entry in inputs]
 
 
@@ -64,7 +67,7 @@ def _load(wanted: NamedDataset, cache_dir: Path, console: Console) -> LoadedData
     is_intact = memo is not None and _is_intact(memo.dataset, cache_dir)
     if memo is not None and is_intact and memo.folder == folder:
         if folder is not None or COMMIT.fullmatch(wanted.revision or ""):
-            return memo.dataset  # neither can have changed
+            return memo.dataset  # a folder with the same digest and a dataset of a commit have the same rows
         if is_offline():  # `datasets` would use its newest copy, whatever the revision
             console.say(
                 f"{wanted}: using commit {memo.dataset.commit}, which was loaded before (HF_HUB_OFFLINE is set)"
@@ -104,7 +107,7 @@ def _folder_digest(wanted: NamedDataset, cache_dir: Path) -> str | None:
 
 
 def _is_intact(loaded: LoadedDataset, cache_dir: Path) -> bool:
-    """Whether the Arrow files are still there, with the same bytes."""
+    """Whether the Arrow files exist and have the same bytes as when the dataset was loaded."""
     return all(file.is_file() for file in loaded.files) and _digest(loaded, cache_dir) == loaded.digest
 
 

@@ -28,8 +28,9 @@ _NUM_CHARACTERS = 200  # number of characters that are stored of an omitted text
 class RowOmission(NamedTuple):
     """Texts of one role and kind that the template left out of a row.
 
-    said, why  the beginning of the first text, and the reason for the omission; "" except in the first such row of a
-               part
+    said  the beginning of the first of these texts
+    why   the reason for the omission
+    A part of a file gives `said` and `why` for its first omission of each role and kind; otherwise, both are "".
     """
 
     row: int
@@ -54,7 +55,8 @@ class RowOmission(NamedTuple):
 class FileOmission:
     """Texts of one role and kind that the template left out of a file.
 
-    said, why  the beginning of the first text; the reason for its omission, and a setting that would keep the text
+    said  the beginning of the first of these texts
+    why   the reason for its omission, and a setting that would keep the text
     """
 
     role: str
@@ -68,28 +70,29 @@ class FileOmission:
 
     @property
     def name(self) -> str:
-        """The kind of text: system content, assistant reasoning, tool result, tool schema."""
+        """The kind of text in words, such as "system content", "assistant reasoning", "tool result"."""
         return named(self.role, self.kind)
 
     def describe(self, num_chats: int) -> str:
-        """the assistant reasoning of 3 of 10 chats (7 messages)"""
+        """A phrase for reports, such as "the assistant reasoning of 3 of 10 chats (7 messages)"."""
         messages = f" ({self.count:,} {'tools' if self.role == 'tools' else 'messages'})"
         shown = messages if self.count != self.chats else ""
         return f"the {self.name} of {self.chats:,} of {num_chats:,} {'chat' if num_chats == 1 else 'chats'}{shown}"
 
 
 def named(role: str, kind: str) -> str:
-    """The name of texts of a role and kind."""
+    """The words for texts of a role and kind: "assistant reasoning"; for tools the kind alone, "tool result"."""
     return kind if role in ("tool", "tools") else f"{role} {kind}"
 
 
 def row_omissions(
     row: int, chat: RenderedChat, explained: set[tuple[str, str]], texts: list[OmittedText] | None = None
 ) -> Iterator[RowOmission]:
-    """The texts left out of a chat, by role and kind.
+    """Yields the omissions of a chat, one for each role and kind of text.
 
-    explained  (role, kind) of omissions whose reason is known from an earlier row of the part; new ones are added
-    texts      the texts; None: those that this rendering leaves out
+    row        number of the chat's row
+    explained  the (role, kind) pairs for which an earlier row of the part gave a reason; this function adds its pairs
+    texts      the omitted texts; None: the texts that are not in the rendering of `chat`
     """
     texts = find_omitted(chat) if texts is None else texts
     for kind, num in Counter((text.role, text.kind) for text in texts).items():
@@ -100,9 +103,9 @@ def row_omissions(
 
 
 def add_up(omissions: Iterable[FileOmission], *, rows_listed: int = _ROWS_LISTED) -> tuple[FileOmission, ...]:
-    """The sums for each role and kind of text, in order of falling numbers of chats.
+    """Adds up omissions of the same role and kind.  The result begins with the omission of the most chats.
 
-    rows_listed  maximum number of rows to list; 0 for several files, because row numbers belong to one file
+    rows_listed  maximum number of rows in each result; 0 for several files, because row numbers belong to one file
     """
     by_kind: dict[tuple[str, str], list[FileOmission]] = {}
     for omission in omissions:
@@ -120,7 +123,7 @@ def add_up(omissions: Iterable[FileOmission], *, rows_listed: int = _ROWS_LISTED
 
 
 def refusal(file: DataFile, row: int, first: RowOmission | FileOmission, tokenizer: ChatTokenizer) -> DataError:
-    """The error for the first text that is left out; `row` holds this text."""
+    """The error for data.on_omitted = error.  first: the first omission of the file; row: the number of its row"""
     source = "tool" if first.role == "tools" else "message"
     text = json.dumps(first.said if len(first.said) < _SHOWN else first.said[: _SHOWN - 3] + "...", ensure_ascii=False)
     return DataError(

@@ -1,9 +1,11 @@
 """Makes stores of data files.  `prepare` continues where a killed preparation stopped.
 
-Decides the order of writes, so no incomplete store is ever visible, and the share of bad rows that is refused.  Any
-number of processes may prepare the same files at once.  Parts and stores get their names by renaming, and their content
-does not depend on the process that makes them.  If a faster process removes the work folder of a file, the slower one
-starts this file again and then finds the store.  `encoder.py` makes samples, and `folders.py` names stores.
+Decides the order of writes, so that no incomplete store is ever visible, and the largest share of rows that
+data.on_bad_row = skip may skip.  `encoder.py` makes samples, and `folders.py` names stores.
+
+Any number of processes may prepare the same files at once.  Parts and stores get their names by renaming, and their
+content does not depend on the process that makes them.  If a faster process removes the work folder of a file, the
+slower process finds the store that the faster one has published.
 """
 
 import errno
@@ -53,11 +55,13 @@ def prepare(
     *,
     verify: bool = False,
 ) -> Corpus:
-    """The corpus of `inputs`, tokenised now or mapped from `cache_dir`.  `verify` first checks all bytes of existing
-    stores; `names` are the source names of the files.
+    """Makes the stores of `inputs` that `cache_dir` lacks, and returns the corpus of all stores.
 
+    names   for each file, the name of its source; None: every file is a source
+    verify  whether to check all bytes of existing stores
     Raises DataError if a file, row or chat cannot be used, if cache_dir cannot be written, or if no sample is left.  An
-    error of a row begins with `file:line`.
+    error of a row begins with `file:line`.  Raises SftError if this process has too many open files or too little
+    memory.
     """
     open_files.allow_most()  # each store is mapped
     files = open_inputs(inputs, cache_dir, console)
@@ -83,7 +87,7 @@ def prepare(
 
 
 def _failure(cache_dir: Path, error: OSError) -> SftError:
-    """The error to raise for `error`.  Names data.cache_dir unless the cause is this process or a file elsewhere."""
+    """Converts an OSError to an error that names data.cache_dir, unless its cause is this process or another file."""
     is_of_process = error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ECHILD)
     if is_of_process or (error.filename and not Path(os.fsdecode(error.filename)).is_relative_to(cache_dir)):
         return unusable("the data cannot be tokenised", cache_dir, error, DataError)
@@ -92,8 +96,8 @@ def _failure(cache_dir: Path, error: OSError) -> SftError:
 
 
 def num_processes(data: DataConfig) -> int:
-    """The number of tokenising processes: data.num_workers; for auto, the CPU cores that this process may use, at most
-    32."""
+    """The number of tokenising processes: data.num_workers; with `auto`, the number of CPU cores that this process may
+    use, at most 32."""
     if data.num_workers != "auto":
         return data.num_workers
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -103,21 +107,24 @@ def num_processes(data: DataConfig) -> int:
 def prepare_recipe(
     config: Config, tokenizer: ChatTokenizer, console: Console, *, verify: bool = False
 ) -> dict[str, Corpus]:
-    """The corpora of a recipe: `train`, then every held-out set by its name.  Says notes about the tokenizer."""
+    """The corpora of a recipe by name: `train`, then every held-out set.  Prints notes about the tokenizer.
+
+    Raises the errors of `prepare`, and DataError for a token id that the model's embedding lacks.
+    """
     train = prepare_train(config, tokenizer, console, verify=verify)
     say_notes(tokenizer, train.files, console)
     return {"train": train, **prepare_held_out(config, tokenizer, console, verify=verify)}
 
 
 def prepare_train(config: Config, tokenizer: ChatTokenizer, console: Console, *, verify: bool = False) -> Corpus:
-    """The corpus that a recipe trains on."""
+    """The corpus that a recipe trains on.  Raises the errors of `prepare_recipe`."""
     return _prepare_set(config, config.data.train_files, tokenizer, console, config.data.train_names, verify=verify)
 
 
 def prepare_held_out(
     config: Config, tokenizer: ChatTokenizer, console: Console, *, verify: bool = False
 ) -> dict[str, Corpus]:
-    """The corpora of the held-out sets by name."""
+    """The corpora of the held-out sets by name.  Raises the errors of `prepare_recipe`."""
     return {
         name: _prepare_set(config, files, tokenizer, console, verify=verify)
         for name, files in config.data.eval_sets.items()
@@ -133,7 +140,7 @@ def _prepare_set(
     *,
     verify: bool,
 ) -> Corpus:
-    """The corpus of training data or of a held-out set.  Also raises DataError for an id that the embedding lacks."""
+    """Prepares the training data or a held-out set, and checks its token ids against the model's embedding."""
     corpus = prepare(inputs, config.data, tokenizer, Path(config.cache_dir), console, names, verify=verify)
     check_ids(config, corpus, tokenizer)
     return corpus
@@ -176,7 +183,7 @@ def _plan_job(file: DataFile, folder: Path, stamp_before: Stamp, data: DataConfi
 
 
 class _UnusableRows(Exception):
-    """A file cannot be used because of its rows; the message says why."""
+    """Says why a file cannot be used because of its rows."""
 
     def __init__(self, job: FileJob, message: str) -> None:
         super().__init__(message)
@@ -184,7 +191,7 @@ class _UnusableRows(Exception):
 
 
 def _tokenise(jobs: Sequence[FileJob], num_workers: int, console: Console, *, refuse: bool) -> dict[Path, Store]:
-    """The stores of the files.  Processes make parts; a store is written as soon as its last part is complete.
+    """Makes the stores of the files.  Processes make parts; a store is written as soon as its last part is complete.
 
     refuse: whether texts that a chat template leaves out are an error
     """
@@ -198,7 +205,7 @@ def _tokenise(jobs: Sequence[FileJob], num_workers: int, console: Console, *, re
                 )
                 started = time.monotonic()
     except _UnusableRows as unusable:  # all tokenising processes have ended
-        shutil.rmtree(unusable.job.folder, ignore_errors=True)  # after a correction, the folder has another name
+        shutil.rmtree(unusable.job.folder, ignore_errors=True)  # the corrected file will have another folder
         raise DataError(str(unusable)) from None
     return stores
 

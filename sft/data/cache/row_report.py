@@ -17,8 +17,8 @@ from sft.data.cache.tree_tables import TreeCounts
 from sft.data.cache.unused_keys import KeyCounter, describe_spelled, describe_unused
 from sft.data.rows.messages import shortened
 
-# One line per sample, in order, and one line with 0 tokens, window 0 of 0, for each document without a sample.  A row
-# is one document; a packed row of tokens has several.  Window 0 or 1 begins the lines of a document.
+# One line per sample, in file order.  A document without a sample has one line with window 0 of 0 and 0 tokens.  A row
+# is one document; a packed row of tokens has several.  The first line of a document has window 0 or 1.
 LINE = np.dtype(
     [
         ("row", np.int64),  # number in the file
@@ -28,7 +28,7 @@ LINE = np.dtype(
         ("supervised", np.int64),  # number of supervised labels
         ("new", np.int64),  # number of tokens that no earlier window of the document contains
         ("full_tokens", np.int64),  # number of tokens of the uncut document
-        ("full_supervised", np.int64),
+        ("full_supervised", np.int64),  # number of supervised labels of the uncut document
     ]
 )
 # Fields of a report that a store has only with data.turns = each
@@ -51,10 +51,10 @@ class RowCounts:
 
     rejects: list[Reject] = field(default_factory=list)
     omitted: tuple[FileOmission, ...] = ()
-    chats: int = 0
+    chats: int = 0  # usable rows with messages
     unused: KeyCounter = field(default_factory=KeyCounter)
     unwanted: list[int] = field(default_factory=list)  # rows that are dropped by their label
-    spelled: Counter[str] = field(default_factory=Counter)
+    spelled: Counter[str] = field(default_factory=Counter)  # control tokens that stayed text, with roles
     variables: set[str] = field(default_factory=set)  # names of variables that rows give to the chat template
     padded: int = 0  # rows whose padding was dropped
     padding: int = 0  # tokens of this padding
@@ -72,23 +72,27 @@ class RowReport:
     supervised labels of these rows
         = supervised_kept + supervised_cut + supervised_dropped
 
-    cut       shortened to one sample by over_long = cut_turns, or by windows if one window is enough
-    windowed  made into several samples by over_long = windows.  Windows repeat tokens as context.  Tokens that no
-              window contains count as cut.
-    packed    rows of tokens that other programs packed, each cut into several documents.  rows_whole, rows_cut,
-              rows_windowed and rows_dropped count each of these documents as a row.  documents: of all packed rows
-    unsupervised  documents of packed rows that are dropped, because they have no supervised token after the first one
-    padded    rows of tokens of which padding was dropped; tokens_padding are counted nowhere else
-    dropped   too long, so no sample was made.  skipped: unusable, and left out by on_bad_row = skip
-    unwanted  chats whose label marks the answer as bad
-    chats     rows that are chats and were used.  omitted: texts of these chats that the template left out
-    unused    keys of used rows that nothing reads, with numbers of rows, most frequent first; unused_others: the sum of
-              the numbers of rows of all further keys
-    spelled   control tokens that stayed text in chats, with the role of the text and numbers of rows
-    variables names of variables that rows give to the chat template
-    trees     samples with several texts (data.turns = each); tokens_rendered: of all texts, as separate samples;
-              tokens_of_trees: stored tokens.  A tree that does not fit into a pack is made into windows
-    Lists name at most the first 100 rows.
+    The words in the names of the fields:
+    cut           rows shortened to one sample by over_long = cut_turns, or by over_long = windows if one window is
+                  enough
+    windowed      rows made into several samples by over_long = windows.  Windows repeat tokens as context.  Tokens that
+                  no window contains count as cut.
+    packed        rows of tokens that other programs packed.  Each is split into several documents; rows_whole,
+                  rows_cut, rows_windowed and rows_dropped count each of these documents as a row.
+    unsupervised  documents that are dropped, because they have no supervised token after the first token
+    padded        rows of tokens from which padding was dropped.  No other field counts tokens_padding.
+    dropped       rows that are too long, so no sample was made of them
+    skipped       rows that are unusable, and left out by on_bad_row = skip
+    unwanted      chats whose label marks the answer as bad
+    chats         rows that are chats and were used
+    omitted       texts of these chats that the template left out
+    unused        keys of used rows that nothing reads, with their numbers of rows, most frequent first.
+                  unused_others: the sum of the numbers of rows of all keys that are not listed
+    spelled       control tokens that stayed text in chats, with the role of the text and the number of rows
+    variables     names of variables that rows give to the chat template
+    trees         samples with several texts (data.turns = each).  A tree that does not fit into a pack is made into
+                  several samples, which count as windows.
+    Lists of rows name at most the first 100 rows.
     """
 
     rows: int
@@ -128,8 +132,8 @@ class RowReport:
     tokens_padding: int = 0
     trees: int = 0
     texts: int = 0  # number of texts of all trees
-    tokens_rendered: int = 0
-    tokens_of_trees: int = 0
+    tokens_rendered: int = 0  # tokens of all texts of all trees, as if each text were stored by itself
+    tokens_of_trees: int = 0  # stored tokens of all trees
 
     def __str__(self) -> str:
         share = f"{100 * self.supervised_kept / max(1, self.tokens_kept):.1f}% supervised"
@@ -176,12 +180,12 @@ class RowReport:
         return text
 
     def to_json(self) -> dict[str, Any]:
-        """The fields, of trees only if there are any: a store without trees does not depend on them."""
+        """The fields by name.  Fields that count trees are left out if they are 0, as in stores of older versions."""
         return {name: value for name, value in asdict(self).items() if value or name not in OF_TREES}
 
     @classmethod
     def from_json(cls, counts: dict[str, Any]) -> "RowReport":
-        """The report from the JSON of its `to_json`.  Raises TypeError for other fields."""
+        """The report from the result of its `to_json`.  Raises TypeError or KeyError for other fields."""
         pairs = {
             name: tuple((text, count) for text, count in counts[name]) for name in ("reasons", "unused", "spelled")
         }
@@ -191,7 +195,7 @@ class RowReport:
 
 
 def count_rows(lines: np.ndarray, counts: RowCounts | None = None) -> RowReport:
-    """The report of a table of samples.  counts: counts of the file's rows that the table does not show
+    """The report of a table of samples.  counts: counts of the file's rows that the table does not show; None: all 0
 
     row  window  tokens  supervised  new  full_tokens  full_supervised
       1  1 of 1      10           4   10           10                4     whole
@@ -252,7 +256,7 @@ def count_rows(lines: np.ndarray, counts: RowCounts | None = None) -> RowReport:
 
 
 def describe_trees(trees: int, texts: int, rendered: int, stored: int) -> str:
-    """stores 30 texts of 462,000 tokens as 1 tree of 51,000 tokens (9.1 times fewer)"""
+    """A phrase such as "stores 30 texts of 462,000 tokens as 1 tree of 51,000 tokens (9.1 times fewer)"."""
     return (
         f"stores {texts:,} texts of {rendered:,} tokens as {_counted(trees, 'tree')} of {_counted(stored, 'token')} "
         f"({rendered / stored:.1f} times fewer)"
@@ -260,7 +264,11 @@ def describe_trees(trees: int, texts: int, rendered: int, stored: int) -> str:
 
 
 def describe_packed(rows: int, documents: int, unsupervised: int, tokens: int) -> str:
-    """cut 2 packed rows into 7 documents, of which 1 of 5 tokens has no supervised token and is dropped"""
+    """A phrase such as "cut 2 packed rows into 7 documents, of which 1 of 5 tokens has no supervised token and is
+    dropped".
+
+    unsupervised, tokens: number of documents without a supervised token, and the number of their tokens
+    """
     text = f"cut {_counted(rows, 'packed row')} into {documents:,} documents"
     if not unsupervised:
         return text
@@ -269,7 +277,7 @@ def describe_packed(rows: int, documents: int, unsupervised: int, tokens: int) -
 
 
 def describe_padding(tokens: int, rows: int) -> str:
-    """dropped 24 tokens of padding of 1 row"""
+    """A phrase such as "dropped 24 tokens of padding of 1 row"."""
     return f"dropped {_counted(tokens, 'token')} of padding of {_counted(rows, 'row')}"
 
 
@@ -278,13 +286,16 @@ def _counted(count: int, name: str) -> str:
 
 
 def _kind(reason: str, limit: int = 100) -> str:
-    """`message 3 has role "assitant"; expected ...` -> `message N has role "..."; expected ...`"""
+    """Replaces numbers and quoted texts, so that reasons of one kind become equal.
+
+    message 3 has role "assitant"; expected ...  ->  message N has role "..."; expected ...
+    """
     text = _PARTICULARS.sub(lambda match: "N" if match.group()[0].isdigit() else '"..."', reason)
     return shortened(text, limit)
 
 
 def _listed(numbers: np.ndarray) -> tuple[int, ...]:
-    """The first 100 rows.  Several documents of a row list it once."""
+    """The first 100 distinct row numbers, rising."""
     return tuple(int(number) for number in np.unique(numbers)[:_ROWS_LISTED])
 
 

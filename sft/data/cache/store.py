@@ -47,7 +47,7 @@ class Store:
     rows: np.ndarray
     weights: np.ndarray  # float32 [at most 256]: token i weighs weights[mask[i]]
     row_report: RowReport
-    digest: str  # depends on all tokens, weights and lines
+    digest: str  # depends on all tokens, weights, lines and trees
     trees: Trees | None = None  # None unless data.turns = each
     largest_id: int | None = None  # the largest token id; -1: no token; None: an older version made the store
 
@@ -55,10 +55,10 @@ class Store:
 def open_store(folder: Path, *, verify: bool = False) -> Store | None:
     """The store in `folder`, or None if it is missing, incomplete or changed.  Raises OSError if it cannot be read.
 
-    Always checks sizes and the digest of ledger.json.  Only `verify` checks all bytes, because a rank would read the
-    whole corpus before its first step (100 GB at 1 GB/s: 2 minutes; a thousand ranks on one file system: much longer).
-    A store gets its final name only after it is complete and flushed, so damage that `verify` finds comes from a
-    failing disk or from edited files.
+    Always checks sizes and the digest of ledger.json.  Checks all bytes only with `verify`: otherwise each rank would
+    read the whole corpus before its first step (100 GB at 1 GB/s take 2 minutes; a thousand ranks on one file system
+    need much longer).  A store gets its final name only after it is complete and flushed, so damage that `verify` finds
+    comes from a failing disk or from edited files.
     """
     try:
         content = json.loads((folder / "ledger.json").read_text(encoding="utf-8"))
@@ -80,7 +80,7 @@ def open_store(folder: Path, *, verify: bool = False) -> Store | None:
             trees=Trees(TreeTables(*tables)) if tables else None,
         )
     except (FileNotFoundError, NotADirectoryError, ValueError, EOFError, KeyError, TypeError, AttributeError):
-        return None  # any other OSError is about the disk or this process, and not about the store
+        return None  # any other OSError is a fault of the disk or of this process, not of the store
 
 
 def write_store(temp: Path, parts: Iterable[EncodedRows], weights: np.ndarray) -> None:
@@ -146,8 +146,11 @@ def _write_parts(temp: Path, parts: Iterable[EncodedRows], weights: np.ndarray) 
 
 
 def publish(temp: Path, folder: Path) -> None:
-    """Gives a written store its final name.  If another process has published the store before, that store and `temp`
-    stay.  A damaged store of this name is moved next to `temp`.  Raises OSError if another process removed `temp`."""
+    """Gives a written store its final name.
+
+    If another process has already published the store, its store stays, and `temp` stays where it is.  A damaged store
+    of this name is moved next to `temp`.  Raises FileNotFoundError if another process removed `temp`.
+    """
     for _ in range(3):
         try:
             os.rename(temp, folder)
@@ -169,7 +172,8 @@ def put_aside(folder: Path, work: Path) -> None:
 
 
 def _write_header(file: BinaryIO, dtype: np.dtype[Any], length: int) -> None:
-    """Writes the .npy header at the start of the file; numpy pads headers, so a larger length fits in place."""
+    """Writes the .npy header at the start of the file.  numpy pads headers, so the final length fits over the first
+    one."""
     file.seek(0)
     description = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (length,)}
     np.lib.format.write_array_header_1_0(file, description)
@@ -180,7 +184,7 @@ def _map(path: Path) -> np.ndarray:
 
 
 def _array_names(folder: Path) -> list[str]:
-    """The arrays of a store; those of trees only if it has them."""
+    """The names of the arrays of a store, including those of trees if it has them."""
     return [*_ARRAYS, *(_TREE_ARRAYS if (folder / "trees.npy").exists() else ())]
 
 

@@ -1,6 +1,6 @@
-"""Prints notes about the tokenizer once in a preparation, e.g. if transformers reads its files differently.
+"""Prints notes about the tokenizer once in a preparation, e.g. if transformers tokenises some texts differently.
 
-Decides which texts of the data are compared: the texts of the first 100 rows of the first file, whatever their format.
+Decides which texts of the data are tokenised both ways and compared: those of the first 100 rows of the first file.
 """
 
 from collections.abc import Iterator, Sequence

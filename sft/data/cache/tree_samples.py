@@ -1,8 +1,9 @@
 """Splits a tree that is too large for a pack into samples, each with the tree of some of its texts.
 
-Decides which texts share a sample: the texts in order, as many as fit.  A tree fits if its documents, each padded to
-data.doc_multiple, have at most data.seq_length tokens.  The samples repeat the beginnings that their texts share, so
-nothing is lost.  A text that does not fit by itself is treated by data.over_long, as a chat (`truncation.py`).
+Decides which texts share a sample: consecutive texts, as many as fit.  A tree fits if its documents, each padded to a
+multiple of data.doc_multiple, have at most data.seq_length tokens.  Each sample contains its texts from their first
+token on, so samples repeat beginnings, and no token is lost.  data.over_long decides what happens to a text that does
+not fit by itself, as for a chat (`truncation.py`).
 """
 
 from collections.abc import Iterator
@@ -20,7 +21,8 @@ from sft.parallel.alignment import aligned
 class TreePart(NamedTuple):
     """A sample made of a tree.
 
-    positions  int64 [m]: indices of the sample's tokens in the whole tree; in the sample's order if it is one text
+    tree       the tree of the sample's texts; None: the sample is one text
+    positions  int64 [m], rising: indices, in the whole tree, of the tokens that the sample contains
     labels     number of supervised labels; a token counts for each text that supervises it
     """
 
@@ -42,7 +44,7 @@ def fits(tree: Tree, data: DataConfig) -> bool:
 
 
 def split_tree(whole: Grown, data: DataConfig) -> Iterator[TreePart]:
-    """The samples of a tree.  Raises DataError if a text is too long and data.over_long = error."""
+    """Yields the samples of a tree.  Raises DataError if a text is too long and data.over_long = error."""
     if fits(whole.tree, data):
         yield TreePart(*whole, np.arange(len(whole.tokens)), num_labels_of(whole.tree))
         return
@@ -61,7 +63,8 @@ def split_tree(whole: Grown, data: DataConfig) -> Iterator[TreePart]:
 
 
 def _most_that_fit(texts: list[TreeText], data: DataConfig) -> int:
-    """How many of the texts, from the first on, share a sample.  Each fits by itself.  Makes about 2 log2(n) trees."""
+    """The largest n for which the tree of the first n texts fits.  Each text fits by itself.  Makes about 2 log2(n)
+    trees."""
 
     def fit(count: int) -> bool:
         return fits(grow(texts[:count]).tree, data)

@@ -1,9 +1,11 @@
-"""Stores the trees of samples as tables, and reads them: their documents, their texts, and the spans of each text.
+"""Converts trees of samples to four tables, and reads trees from these tables.
 
-    trees      TREE [samples]   numbers of documents, texts and spans of each sample; without a tree, it has no text
-    documents  DOCUMENT [n]     of all samples, in order
-    texts      TEXT [n]
-    spans      SPAN [n]
+    trees      TREE [samples]        numbers of documents, texts and spans of each sample
+    documents  DOCUMENT [documents]  the documents of all samples, in order
+    texts      TEXT [texts]          the texts of all samples, in order
+    spans      SPAN [spans]          the supervised spans of all texts, in order
+
+A sample without a tree has one document, no text and no span.
 
 Decides the form of a tree on disk; `sft/batch.py` describes the fields.  A store has these tables only if it was made
 with data.turns = each.
@@ -47,7 +49,7 @@ class TreeCounts(NamedTuple):
 
 
 def to_tables(trees: Sequence[Tree | None], lengths: Sequence[int]) -> TreeTables:
-    """The tables of some samples.  lengths: number of tokens of each"""
+    """The tables of some samples.  trees: the tree of each sample, or None; lengths: the number of tokens of each"""
     counts: list[tuple[int, ...]] = []
     documents: list[tuple[int, ...]] = []
     texts: list[tuple[int, ...]] = []
@@ -99,7 +101,8 @@ class Trees:
 
     @cached_property
     def _starts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """int64 [samples + 1] each: the first document, text and span of each sample."""
+        """Three arrays int64 [samples + 1]: the index of the first document, text and span of each sample, then the
+        number of all."""
         trees = self.tables.trees
         documents, texts, spans = (np.concatenate([[0], np.cumsum(trees[name])]) for name in TREE.names or ())
         return documents, texts, spans

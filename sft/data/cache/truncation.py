@@ -1,11 +1,11 @@
 """Applies data.over_long to a sample that is too long: an error, no sample, its first turns, or several windows.
 
 Decides which tokens of the sample each excerpt contains, and which tokens of an excerpt are supervised.  Reads only
-weights.  A turn is a run of tokens with weights above 0, so chats and rows of token ids are treated alike.  A plain
-text has no turns: it can only be split.  `row_report.py` counts lost tokens.
+weights.  Here, a turn is a run of tokens with weights above 0, so chats and rows of token ids are treated alike.  A
+plain text has no turns and is split anywhere.  `row_report.py` counts lost tokens.
 
-An excerpt ends where a turn ends.  Only a turn longer than a window is split.  The following windows supervise the rest
-of the turn and its end-of-turn token, so no policy removes the end of a turn.
+An excerpt of a chat ends where a turn ends.  Only a turn longer than a window is split.  The following windows
+supervise the rest of the turn and its end-of-turn token, so no policy removes the end of a turn.
 """
 
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ from sft.parallel.alignment import aligned
 
 OverLong = Literal["error", "drop", "cut_turns", "windows"]
 
-# Shares of a window.  The context before a turn gets at least an eighth, and the replayed prompt at most a half.  So at
-# least three eighths of every window are new.
+# A window with a part of a turn repeats the prompt in at most 1/2 of its tokens, and the tokens before the part in 1/8.
+# So at least 3/8 of its tokens are new.
 _PROMPT = 2
 _CONTEXT = 8
 
@@ -41,7 +41,7 @@ NOTHING = Excerpt(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32))
 def excerpts(
     weights: np.ndarray, *, seq_length: int, doc_multiple: int, over_long: OverLong, num_before: int | None = None
 ) -> list[Excerpt]:
-    """The excerpts of a sample: the sample itself if it fits after padding, else the policy's excerpts, possibly none.
+    """The excerpts of a sample: the sample itself if it fits after padding, else the excerpts by `over_long`, if any.
 
     12 tokens, 4 to 5 and 8 to 11 supervised, seq_length 8, doc_multiple 1
         drop       nothing
@@ -49,8 +49,9 @@ def excerpts(
         windows    0 1 2 3 [4 5]      2 3 6 7 [8 9 10 11]
     The numbers are positions, [] encloses supervised ones.  The second window repeats 2 3, the end of the prompt.
 
-    num_before  of a plain text: the number of tokens before it (BOS), which every window repeats.  None: the sample has
-                turns, and windows repeat the tokens before the first turn
+    weights     float32 [n], the weight of each token of the sample in the loss
+    num_before  number of tokens that the tokenizer puts before a plain text (BOS); every window repeats them.  None:
+                the sample has turns, and windows repeat tokens before the first turn
     Raises DataError with the sizes for over_long = error, and for cut_turns if the sample is a plain text.
     """
     whole = Excerpt(np.arange(len(weights)), weights)
@@ -131,16 +132,19 @@ def _windows(spans: list[tuple[int, int]], prompt: int, length: int, capacity: i
             yield from full
         previous = stop
     assert last is not None
-    tail = length - last.stop  # unsupervised; else the row report would count a cut newline for every row
+    tail = length - last.stop  # the tokens after the last turn, often a newline, belong to the last window if they fit
     yield last._replace(stop=last.stop + tail) if last.size + tail <= capacity else last
 
 
 def _turn(first: int, stop: int, capacity: int, *, prompt: int, between: int) -> list[_Window]:
-    """Windows of a turn that begins a new window: one window, or as many as the turn fills.
+    """The windows of a turn that begins a new window.
 
     A turn that leaves an eighth of the window for context stays whole.  If the prompt and the messages before the turn
-    do not fit into the rest of the window, their beginnings are left out.  A longer turn is split, and every part but
-    the first begins with the eighth of a window before it, as context.
+    do not fit into the rest of the window, their beginnings are left out.  A longer turn is split.  The window of every
+    part but the first repeats the tokens before the part, an eighth of a window, as context.
+
+    prompt   number of tokens before the first turn of the sample
+    between  number of tokens between the previous turn and this turn
     """
     overlap = max(1, capacity // _CONTEXT)
     replayed = min(prompt, capacity // _PROMPT) if first > prompt else 0  # the first turn directly follows the prompt

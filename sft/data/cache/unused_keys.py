@@ -1,6 +1,6 @@
-"""Counts the keys of rows that nothing reads, in memory that does not grow with the file.
+"""Counts the keys of rows that no part of the program reads.  The memory needed does not grow with the file.
 
-Decides how many names are counted and listed.  `rows/formats.py` decides which keys are read.
+Decides how many keys are counted and listed.  `rows/formats.py` decides which keys are read.
 """
 
 from collections import Counter
@@ -13,8 +13,11 @@ _NAMES_COUNTED = 10_000  # a file whose keys are data, such as {"user 17": ...},
 
 
 class KeyCounter:
-    """Counts rows by the name of a key.  The first 10,000 names of a file are counted, in the order of the file, so the
-    counts do not depend on how the rows were distributed among processes; other names are counted together."""
+    """Counts rows by the names of their keys.
+
+    The first 10,000 names in the order of the file are counted separately, and all other names together.  So the counts
+    do not depend on how rows were distributed among processes.
+    """
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -40,16 +43,16 @@ class KeyCounter:
 
 
 def describe_unused(listed: Sequence[tuple[str, int]], others: int) -> str:
-    """keys not used: id (500 rows), source (1 row), and other keys 7 times
+    """A phrase such as "keys not used: id (500 rows), source (1 row), and other keys 7 times".
 
-    Names that are not printable are quoted, with escapes.
+    Names with unprintable characters are quoted, with escapes.
     """
     names = _names(listed)
     return f"keys not used: {', '.join([*names, *([f'and other keys {others:,} times'] if others else [])])}"
 
 
 def describe_spelled(spelled: Sequence[tuple[str, int]]) -> str:
-    """control tokens that stayed text: <|im_end|> in user texts (3 rows)"""
+    """A phrase such as "control tokens that stayed text: <|im_end|> in user texts (3 rows)"."""
     more = f" and {len(spelled) - 10:,} more" if len(spelled) > 10 else ""
     return f"control tokens that stayed text: {', '.join(_names(spelled[:10]))}{more}"
 

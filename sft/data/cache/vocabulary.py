@@ -1,7 +1,7 @@
 """Refuses data with a token for which the model's embedding has no row.
 
-A tokenizer may have more ids than the embedding has rows (Gemma 3 1B: 262,145 and 262,144), as long as no row of the
-data has one of them.  The largest id of each store is known, so the check reads tokens only to name the row.
+A tokenizer may have more ids than the embedding has rows (Gemma 3 1B: 262,145 ids, 262,144 rows), as long as the data
+contains none of the further ids.  A store records its largest id, so the check reads tokens only to name the row.
 """
 
 from sft.config import Config
@@ -12,7 +12,8 @@ from sft.parallel.layout import vocab_rows
 
 
 def check_ids(config: Config, corpus: Corpus, tokenizer: ChatTokenizer) -> None:
-    """Raises DataError with the first token of `corpus` for which the embedding has no row."""
+    """Raises DataError if the embedding lacks a row for a token of `corpus`.  The message names the first such
+    token."""
     rows = vocab_rows(config.model, tokenizer.vocab_size)
     if tokenizer.vocab_size <= rows or (first := corpus.first_beyond(rows)) is None:
         return

@@ -1,10 +1,11 @@
 """Tokenises a file in parts.  Any process can make a part; parts stay on disk until all of them are complete.
 
-Parts are cut by rows and bytes, whatever the number of processes.  A part is used only if its digest matches.  The
-first bad row in file order ends the work.  Each process reads rows from the file; it receives only the number of a part
-and returns a few counts.  `prepare.py` concatenates parts.
+The rows and bytes of a file determine its parts; the number of processes does not.  A part is used only if its digest
+matches.  A process receives the number of a part, reads the rows from the file, and returns a few counts.  `prepare.py`
+concatenates parts, and ends the work at the first bad row in file order.
 
-With a tokenizer from a folder, only processes with limits make parts (`limited.py`), because its files are untrusted.
+With a tokenizer from a folder, only processes with limits make parts (`limited.py`), because the files of the folder
+are untrusted.
 """
 
 import hashlib
@@ -31,8 +32,8 @@ from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer, template_name
 from sft.data.read.rows import DataFile, RowIndex, read_rows, row_name
 from sft.errors import DataError
 
-# With small parts, a killed preparation loses only seconds of work, and all processes end at about the same time.  A
-# part takes a few times its bytes in memory.
+# With small parts, a killed preparation loses only seconds of work, and all processes end at about the same time.  The
+# memory of a process is a few times the bytes of a part.
 ROWS_PER_PART = 2048
 BYTES_PER_PART = 16 << 20
 _DIGEST_BYTES = 32
@@ -50,7 +51,7 @@ class FileJob:
     index: RowIndex
     ranges: tuple[tuple[int, int], ...]  # rows of each part, counted from 0
     store: Path  # the folder of the finished store
-    stamp: Stamp  # stamp of the file before its digest; a file with another stamp is refused
+    stamp: Stamp  # the stamp of the file before its digest was computed; a file with another stamp is refused
 
     @property
     def folder(self) -> Path:
@@ -89,8 +90,10 @@ def part_ranges(index: RowIndex) -> tuple[tuple[int, int], ...]:
 
 
 def make_part(job: FileJob, number: int) -> PartResult:
-    """Tokenises part `number`, unless a complete one exists.  Raises OSError if the part cannot be written, and
-    DataError if the file cannot be read."""
+    """Tokenises part `number` and writes it, unless it exists.  The result holds the error of a bad row.
+
+    Raises OSError if the part cannot be written, and DataError if the file cannot be read or has changed.
+    """
     path, (start, stop) = part_path(job, number), job.ranges[number]
     encoded = read_part(path, has_trees=job.data.turns == "each")
     was_there = encoded is not None
@@ -109,6 +112,7 @@ def make_part(job: FileJob, number: int) -> PartResult:
 
 
 def part_path(job: FileJob, number: int) -> Path:
+    """The file of part `number`, named by the rows of the part, such as part-000002048-000004096."""
     start, stop = job.ranges[number]
     return job.folder / f"part-{start:09}-{stop:09}"
 
@@ -158,10 +162,10 @@ def _write_part(path: Path, encoded: EncodedRows) -> None:
 
 
 def make_parts(jobs: Sequence[FileJob], num_workers: int) -> Generator[tuple[FileJob, PartResult], None, None]:
-    """Makes all parts of all files, in order, in at most `num_workers` processes.
+    """Makes all parts of all files in at most `num_workers` processes, and yields their results in order.
 
     If one process is enough and all files use the byte tokenizer, the calling process itself makes the parts.  Raises
-    DataError if a child reaches a limit or is killed: no row is left out for this reason.
+    the errors of `make_part`, and DataError if a child process reaches a limit or is killed.
     """
     parts = [(i, number) for i, job in enumerate(jobs) for number in range(len(job.ranges))]
     num_workers = min(num_workers, len(parts))
@@ -194,7 +198,7 @@ def _beyond(job: FileJob, number: int, reached: limited.LimitReached, num_worker
     )
 
 
-# Set once in each child, because sending the tokenizer with every part would take longer than the work.
+# Each child receives the jobs once, because sending the tokenizer with every part would take longer than the work.
 _jobs: list[FileJob] = []
 
 

@@ -6,15 +6,15 @@ determine the weights of tokens.  Supervised tokens by `data.supervise`:
 
     assistant  the assistant's text and the token that ends each turn, once per turn; neither the role header nor the
                newline after the turn
-    last       as for assistant, but only in the last assistant turn
+    last       the same tokens as for assistant, but only of the last assistant turn
     all        every token except the first
 
-With data.turns = each, each assistant turn has a rendering of its own, as the last turn, and `tree.py` stores the
-common beginnings of these texts once.
+With data.turns = each, each supervised assistant turn has a rendering of the chat that ends with this turn.  `tree.py`
+stores the common beginnings of these texts once.
 
-If it cannot be proven which tokens are supervised, an error is raised.  Errors name the message; the caller adds file
-and line.
-`cache/truncation.py` handles samples that are too long, and `omitted.py` finds text that the template left out.
+If it cannot be proven which tokens are supervised, an error is raised.  The error names the message; the caller adds
+file and line.  `cache/truncation.py` handles samples that are too long, and `omitted.py` finds text that the template
+left out.
 """
 
 import gc
@@ -42,16 +42,17 @@ Supervise = Literal["assistant", "last", "all", "turn"]  # turn: the last turn, 
 
 
 class Encoding(NamedTuple):
-    """The tokens of a row, int32 [n], their weights in the loss, float32 [n], and the rendered chat.
+    """The tokens of a row, int32 [n], their weights in the loss, float32 [n], and how they were made.
 
-    rendered     the rendered chat; with a tree, the rendering with the most messages; None for rows that are no chats,
-                 and with the byte tokenizer
+    rendered     the rendered chat; with a tree, the rendering with the most messages.  None: the row is no chat, or the
+                 tokenizer is the byte tokenizer
     num_before   number of tokens that the tokenizer puts before a plain text; None for other rows
-    spelled      control tokens that stayed text, each with the role of its text
+    spelled      control tokens that stayed text: (token, role of the message with this text)
     starts       index of the first token of each document; a packed row of tokens has several documents
     num_padding  number of padding tokens of the row, which are not among `tokens`
     tree         the texts of the row; None: it is one text
-    omitted      the texts that no rendering of the chat contains; None: only `rendered` shows them
+    omitted      with data.turns = each, the texts that no rendering of the chat contains.  None: `omitted.py` finds
+                 them in `rendered`
     """
 
     tokens: np.ndarray
@@ -76,9 +77,10 @@ class Encoding(NamedTuple):
 
 
 def encode_row(row: Chat | PlainText | Tokenized, tokenizer: ChatTokenizer, data: DataConfig) -> Encoding:
-    """Tokens and weights of a row of any length.  Raises DataError, also for an id that the tokenizer lacks:
+    """Tokens and weights of a row of any length.
 
-    token ids 3 259, a tokenizer with 259 ids  ->  token 2 is 259, but the tokenizer has only ids 0 to 258.
+    Raises DataError if a turn cannot be located, if no token is supervised, if the row has several completions and
+    data.turns = chat, or if the tokenizer lacks an id of a row of token ids.
     """
     if isinstance(row, Chat) and data.turns == "each":
         return encode_turns(row, tokenizer, inserted=data.supervise_inserted)
@@ -146,10 +148,10 @@ def encode_chat(
 
 
 def encode_turns(chat: Chat, tokenizer: ChatTokenizer, *, inserted: bool = True) -> Encoding:
-    """Tokens and weights of the tree whose texts are the chat rendered for each supervised turn, as its last turn.
+    """Tokens and weights of a tree of texts.  Each text is a rendering of the chat up to a supervised turn.
 
-    A text supervises its last turn.  With several completions, each is a chat.  A chat with one supervised turn has no
-    tree.  Raises the errors of `encode_chat`.
+    A text supervises its last turn only.  Each completion of a row makes a chat with texts of its own.  If there is
+    only one text, the result has no tree.  Raises the errors of `encode_chat`.
     """
     encoded: list[Encoding] = []
     earlier: Tokenised | None = None
@@ -173,7 +175,11 @@ def encode_turns(chat: Chat, tokenizer: ChatTokenizer, *, inserted: bool = True)
 def _encode_texts(
     chat: Chat, tokenizer: ChatTokenizer, inserted: bool, earlier: Tokenised | None
 ) -> tuple[list[Encoding], Tokenised | None]:
-    """The encodings of the chat up to each supervised turn.  The last one has its rendering, and what all leave out."""
+    """Encodes the chat up to each supervised turn.  Returns the encodings, and the tokens of the last rendering.
+
+    Only the last encoding has `rendered` and `omitted`.
+    earlier: the tokens of another rendering with the same beginning, which are used again
+    """
     turns = list(weights_of_turns(chat, "assistant"))
     if isinstance(tokenizer, ByteTokenizer):
         parts = [chat._replace(messages=chat.messages[: turn + 1]) for turn in turns]
@@ -191,7 +197,7 @@ def _encode_texts(
 
 @contextmanager
 def _without_gc() -> Iterator[None]:
-    """Pauses the collector: a long chat makes a million small objects without a reference cycle."""
+    """Pauses Python's garbage collector: a long chat makes a million small objects, which have no reference cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -205,13 +211,13 @@ def _encode_chat(chat: Chat, tokenizer: ChatTokenizer, supervise: Supervise, ins
     if isinstance(tokenizer, FolderTokenizer):
         return _encode_rendered(render_chat(chat, tokenizer), supervise, inserted)[0]
     ids, spans = _encode_bytes(chat)
-    return Encoding(ids, _weights(chat, supervise, len(ids), spans), None)  # its template leaves nothing out
+    return Encoding(ids, _weights(chat, supervise, len(ids), spans), None)  # the byte template leaves no text out
 
 
 def _encode_rendered(
     rendered: RenderedChat, supervise: Supervise, inserted: bool, earlier: Tokenised | None = None
 ) -> tuple[Encoding, Tokenised]:
-    """The encoding of a rendering.  earlier: another rendering of the chat, whose tokens are used again"""
+    """Encodes a rendering.  earlier: the tokens of another rendering with the same beginning, which are used again"""
     chat, tokenizer = rendered.chat, rendered.tokenizer
     tokenised = tokenise(rendered.reading, tokenizer, earlier)
     # If a turn has the same weight as all other tokens, its position does not matter.
@@ -252,7 +258,7 @@ def _no_loss(supervise: Supervise) -> DataError:
 def _with_final_end(
     ids: np.ndarray, spans: list[TokenSpan], rendered: RenderedChat, turns: list[Turn]
 ) -> tuple[np.ndarray, list[TokenSpan]]:
-    """Appends data.final_end if the template writes no end after the last turn of the chat."""
+    """Appends the end token by data.final_end if the template writes none after the last turn of the chat."""
     last = turns[-1] if turns else None
     tokenizer = rendered.tokenizer
     if last is None or last.text_end < last.end or last.end < len(rendered.reading.text):
@@ -274,10 +280,7 @@ def _with_final_end(
 
 
 def weights_of_turns(chat: Chat, supervise: Supervise) -> dict[int, float]:
-    """The weight of the tokens of each supervised assistant message: {index of the message: weight}.
-
-    Messages of weight 0 are included for `all` only.
-    """
+    """{index of an assistant message: weight of its tokens}, without weights 0 unless `supervise` is all."""
     answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
     weights = chat.weights or (1.0,) * len(chat.messages)
     by_message = {i: weights[i] for i in (answers[-1:] if supervise in ("last", "turn") else answers)}
@@ -287,7 +290,8 @@ def weights_of_turns(chat: Chat, supervise: Supervise) -> dict[int, float]:
 def _encode_bytes(chat: Chat) -> tuple[np.ndarray, list[TokenSpan]]:
     """Encodes a chat with the byte tokenizer's template: ChatML, with tools as JSON in a first system block.
 
-    Spans cover contents; the span of an assistant's message includes its end of turn.
+    Returns the tokens, int32 [n], and a span per message.  A span covers the text of a message; that of an assistant's
+    message also covers its end-of-turn token.
     """
     text, controls, spans = bytearray(), [], []
 

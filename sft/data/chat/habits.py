@@ -5,8 +5,8 @@
     GLM       ends <|user|>, <|observation|>: tokens that hand a turn over; nothing follows a last answer
 
 Decides which tokens end a turn, which token ends the last turn of a chat, which control tokens an assistant's text may
-contain, and in which form the template takes tool calls.  It renders every small chat once, and ignores chats that the
-template refuses.  `turns.py` applies the result to the chats of the data.
+contain, and in which form the template takes tool calls.  Small chats that the template refuses are ignored.
+`turns.py` applies the result to the chats of the data.
 """
 
 import json
@@ -44,13 +44,14 @@ class Habits:
     stops        the tokens of `ends` after which the template never continues the same message
     starts       tokens that start a message
     handed       tokens that start or end a message
-    inside       control tokens that assistant turns may contain: the template writes them there, or they are added
-                 tokens that are not special; they neither start nor end messages
-    following    {whether a turn has calls: the token with which it hands over to the next message}
-    header       the text with which the template asks for an answer
-    lead         the text that the template inserts before a last answer
+    inside       control tokens that assistant turns may contain: tokens that the template writes inside turns, and
+                 added tokens that are not special.  Tokens of `handed` are excluded.
+    following    {whether a turn has calls: the token that the template writes between the turn and the next message}
+    header       the text that add_generation_prompt adds: the template asks for an answer with it
+    lead         the text that the template inserts between the header and a last answer, such as empty thinking
     calls_as_text  whether the template takes arguments of calls as JSON texts, not as objects
-    empty_content  the keys of a message that has only calls: {} without content, {"content": None}, ...
+    empty_content  the content that the template takes for a message that has only calls: {} for no key `content`,
+                   {"content": None} or {"content": ""}
     takes_parts  whether the template takes thinking as a part of the content
     """
 
@@ -69,12 +70,12 @@ class Habits:
     takes_parts: bool
 
     def first_end(self, text: str) -> tuple[int, int] | None:
-        """Start and end of the first token in a text that ends a turn."""
+        """Start and end of the first token in a text that ends a turn; None if there is none."""
         spans = [(at, at + len(end)) for end in self.ends if (at := text.find(end)) >= 0]
         return min(spans, key=lambda span: (span[0], -span[1]), default=None)
 
     def hands_over(self, message: Message) -> str | None:
-        """The token that ends the message as the last one, if this token begins a message of another role."""
+        """The token that ends this message at the end of a chat, if this token starts or ends messages; else None."""
         end = self.last_ends[bool(message.get("tool_calls"))]
         return end if end in self.handed else None
 
@@ -84,7 +85,8 @@ class Vocabulary(NamedTuple):
 
     control          matches control tokens
     added, special   all added tokens, and the special ones among them
-    generation_ends  tokens at which generation ends; eos: the token that ends a text
+    generation_ends  tokens at which generation ends
+    eos              the token that ends a plain text
     """
 
     control: re.Pattern[str]
@@ -100,7 +102,7 @@ def learn(template: ChatTemplate, vocabulary: Vocabulary) -> Habits:
 
 
 class _Learner:
-    """Renders small chats, and compares them."""
+    """Renders small chats with a template, and compares the renderings."""
 
     def __init__(self, template: ChatTemplate, vocabulary: Vocabulary) -> None:
         self.template = template
@@ -124,7 +126,7 @@ class _Learner:
             handed_call = first_of(self.control, tail, known) or next(iter(self._special(tail)), None)
         ends = tuple(dict.fromkeys(end for end in (*known, last_call, handed_call) if end))
         edges, written = self._tokens(ends, as_text, empty, calling is not None)
-        # Contents of thinking models contain <think>, even if their template does not write it.
+        # Added tokens that are not special may be in contents: <think>, even if the template does not write it.
         ordinary = self.added - self.special
         return Habits(
             control=self.control,
@@ -145,7 +147,7 @@ class _Learner:
     def _read(
         self, messages: list[Message], *, tools: list[dict[str, Any]] | None = None, prompt: bool = False
     ) -> Reading | None:
-        """A rendering; None if the template refuses the chat."""
+        """The rendering of `messages` after `opening`; None if the template refuses the chat."""
         chat = [*self.opening, *messages]
         try:
             return Reading(self.template.render(chat, tools or self.tools, prompt=prompt))
@@ -153,7 +155,8 @@ class _Learner:
             return None
 
     def _answer(self) -> Reading | None:
-        """The rendering of a question and an answer, with a system message or tools if the template requires them."""
+        """The rendering of a question and an answer, or None.  Sets `opening` and `tools` to what the template
+        requires."""
         for opening, tools in (([], None), ([_SYSTEM], None), ([], _TOOLS), ([_SYSTEM], _TOOLS)):
             self.opening, self.tools = opening, tools
             if (reading := self._read([_USER, _ANSWER])) is not None:
@@ -162,9 +165,12 @@ class _Learner:
         return None
 
     def _calling(self) -> tuple[bool, Mapping[str, Any], Reading | None]:
-        """How the template takes a call: (whether it takes arguments as text, the keys of a message without content,
-        a rendering with the call or None)."""
-        written: list[tuple[bool, Mapping[str, Any], Reading]] = []  # with arguments quoted twice, or without arguments
+        """Finds the form in which the template takes a call, by rendering all forms.
+
+        Returns whether arguments are text, the content of a message that has only calls (`Habits.empty_content`), and a
+        rendering with a call, or None if the template writes no call.
+        """
+        written: list[tuple[bool, Mapping[str, Any], Reading]] = []  # forms whose arguments are quoted twice or missing
         for as_text in (False, True):
             for empty in _FORMS:
                 reading = self._read([_USER, calling_message(as_text, empty)], tools=_TOOLS)
@@ -176,7 +182,7 @@ class _Learner:
         return max(written, key=lambda form: "VALUE" in form[2].text, default=(False, {}, None))
 
     def _tail(self, reading: Reading, message: int) -> str:
-        """The text between the last text that an assistant's message wrote and the next text of the chat."""
+        """The text between the last own text of an assistant's message and the next text of the chat."""
         own = reading.own.get(len(self.opening) + message)
         if own is None:
             return ""
@@ -185,13 +191,12 @@ class _Learner:
         return reading.text[last.end : following.start if following else len(reading.text)]
 
     def _first(self, tail: str) -> str | None:
-        """The first token in `tail` that ends generation; without one, the first special token, or the first control
-        token."""
+        """The first of `generation_ends` in `tail`, else the first special token, else the first control token."""
         end = first_of(self.control, tail, self.generation_ends)
         return end or next(iter([*self._special(tail), *self.control.findall(tail)]), None)
 
     def _end_of_call(self, tail: str, known: tuple[str, ...]) -> str | None:
-        """The token that ends a last turn with a call: the first known end, or the last special token."""
+        """The token that ends a last turn with a call: the first token of `known`, else the last special token."""
         return first_of(self.control, tail, known) or next(reversed(self._special(tail)), None)
 
     def _special(self, tail: str) -> list[str]:
@@ -215,7 +220,10 @@ class _Learner:
         return between[self._header_length(between, prompt.after_all) :]
 
     def _header_length(self, between: str, shown: str) -> int:
-        """The length of the header in the text before an answer: the header of the prompt, or the usual header."""
+        """The length of the header at the beginning of `between`, the text before an answer.
+
+        shown: the text that the template writes at this position when it asks for an answer
+        """
         shared = shared_length(between, shown, self.control)
         if shared == len(shown):
             return shared
@@ -229,7 +237,8 @@ class _Learner:
     def _tokens(
         self, ends: tuple[str, ...], as_text: bool, empty: Mapping[str, Any], has_calls: bool
     ) -> tuple[frozenset[str], frozenset[str]]:
-        """Two sets: tokens that start or end messages, and tokens that the template writes inside assistant turns."""
+        """Two sets of control tokens: those that start or end messages, and those that the template writes inside
+        assistant turns."""
         edges, inside = set(ends), set()
         call = calling_message(as_text, empty)
         chats: list[tuple[list[Message], list[dict[str, Any]] | None]] = [
@@ -244,7 +253,7 @@ class _Learner:
         for messages, tools in chats:
             reading = self._read(messages, tools=tools)
             if reading is None or len(reading.own) < sum(message["role"] == "assistant" for message in messages):
-                continue  # a turn that the template leaves out shows nothing
+                continue  # the template leaves out an assistant's turn
             spans = list(self._spans(reading, messages, tools, ends))
             users = (run.start for run in reading.marks if isinstance(run.source, Field) and run.source.role == "user")
             at = next(users, 0)  # instructions before the first user message may mention any token
@@ -262,7 +271,7 @@ class _Learner:
         return frozenset(edges), frozenset(inside)
 
     def _starts(self, ends: tuple[str, ...]) -> frozenset[str]:
-        """The first control tokens after the ends of messages, in chats without calls."""
+        """The control tokens that follow the end of a message, in chats without calls."""
         starts = set()
         for chat in ([_USER, _ANSWER, _USER, _ANSWER], [_SYSTEM, _USER, _ANSWER]):
             reading = self._read(chat)
@@ -299,13 +308,13 @@ def first_of(control: re.Pattern[str], text: str, tokens: Sequence[str]) -> str 
 
 
 def small_chat(role: str, habits: Habits, *, has_tools: bool) -> tuple[list[Message], list[dict[str, Any]] | None]:
-    """A small chat whose last message has this role, and the tools of the chat."""
+    """A small chat whose last message has this role, in the form that the template takes, and its tools or None."""
     call = calling_message(habits.calls_as_text, habits.empty_content)
     before = {"assistant": [_USER, _ANSWER], "tool": [_USER, call, _RESULT], "system": [_SYSTEM]}
     return before.get(role, [_USER]), _TOOLS if has_tools else None
 
 
 def calling_message(as_text: bool, empty: Mapping[str, Any]) -> Message:
-    """A message with one call."""
+    """An assistant's message with one call.  as_text: whether arguments are JSON text; empty: its content or no key"""
     function = {"name": "FUNCTION", "arguments": json.dumps(_ARGUMENTS) if as_text else _ARGUMENTS}
     return {"role": "assistant", **empty, "tool_calls": [{"id": "abcdefghi", "type": "function", "function": function}]}

@@ -1,8 +1,8 @@
-"""Finds the start of a turn: the end of the header that a prompt at inference has.
+"""Finds the start of a turn, which is the end of the header in the prompt that asks for this turn at inference.
 
 Decides which part of the template's text before a turn belongs to the header.  Compares this text with the text that
-the template writes at the same position of a prompt.  If they differ, it also looks for the usual header, which small
-chats show (`habits.py`).
+the template writes at the same position of a prompt.  If the two differ, the module also searches for the header that
+the template writes in small chats (`Habits.header`).
 
     the chat    ...<|im_end|>\\n<|im_start|>assistant\\n4<|im_end|>
     the prompt  ...<|im_end|>\\n<|im_start|>assistant\\n<think>\\n            the turn begins before the 4
@@ -21,9 +21,10 @@ _PART = re.compile(r"[<|｜\w]*\Z")  # the beginning of a word or of a token
 
 
 def start_of(rendered: RenderedChat, run: Run, message: Message, asked: int) -> tuple[int, int]:
-    """The start of the turn whose first own text is `run`, and the end of the template's own text at this start.
+    """The positions in the text at which a turn starts, and at which the template's own text at this start ends.
 
-    asked: the number of messages before the turn
+    run    the turn's first own text
+    asked  the number of messages before the turn; 0: compare with no prompt
     """
     reading, habits = rendered.reading, rendered.tokenizer.habits
     before, control = reading.before(run), habits.control
@@ -49,7 +50,10 @@ def start_of(rendered: RenderedChat, run: Run, message: Message, asked: int) -> 
 
 
 def _whole_tokens(text: str, at: int, habits: Habits) -> int:
-    """The last position up to `at` that splits no token: `<think>` and `<tool_call>` have `<t` in common."""
+    """The last position up to `at` that splits no token.
+
+    `<think>` and `<tool_call>` begin with the same `<t`; a common prefix that ends there would split both.
+    """
     at -= len(_PART.search(text[:at]).group())  # type: ignore[union-attr]  # also matches the empty string
     return next((m.start() for m in habits.control.finditer(text) if m.start() < at < m.end()), at)
 
@@ -76,6 +80,6 @@ def _inserted(reading: Reading, run: Run, message: Message, start: int, asked: i
 
 
 def _opens_thinking(message: Message, run: Run) -> bool:
-    """Whether a content begins with thinking without an opening tag, which the template then writes."""
+    """Whether `run` is in thinking at the start of a content that lacks <think>, so that the template writes it."""
     content = str(message.get("content") or "")
     return 0 <= run.first < content.find("</think>") and not content.startswith("<think>", run.first)

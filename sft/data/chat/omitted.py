@@ -1,6 +1,7 @@
 """Finds the texts of a chat that its template leaves out, and why.
 
-These may be contents, reasoning, tool calls and tool results, schemas of tools, documents, and variables of the row.
+The texts of a chat are contents, reasoning, tool calls, tool results, schemas of tools, documents, and variables of the
+row.
 
 Qwen2.5, an answer with reasoning_content "six times seven" and content "42"
 ...<|im_start|>assistant\\n42<|im_end|>\\n                          left out: assistant reasoning of message 2
@@ -42,7 +43,8 @@ class OmittedText(NamedTuple):
 
 
 def find_omitted(chat: RenderedChat, reading: Reading | None = None) -> list[OmittedText]:
-    """The texts that the template leaves out of a chat: the first one for each message and kind, tools first.
+    """The texts that the template leaves out of a chat: for each message and kind the first text; texts of tools,
+    documents and variables come first.
 
     reading: another rendering of the chat; None: the rendering of `chat`
     """
@@ -55,9 +57,10 @@ def find_omitted(chat: RenderedChat, reading: Reading | None = None) -> list[Omi
 
 
 def in_no_rendering(omitted: Sequence[list[OmittedText]], turns: Sequence[int]) -> list[OmittedText]:
-    """The texts of a chat that no rendering with their message contains.
+    """The texts that are left out by every rendering of a chat that contains their message.
 
-    omitted: what each rendering leaves out; turns: the index of its last message, rising
+    omitted  for each rendering, the texts that it leaves out
+    turns    for each rendering, the index of its last message, rising
     """
     counts = Counter(text[:3] for texts in omitted for text in texts)
     firsts = {text[:3]: text for texts in reversed(omitted) for text in texts}
@@ -70,12 +73,14 @@ def in_no_rendering(omitted: Sequence[list[OmittedText]], turns: Sequence[int]) 
 
 
 def why_omitted(chat: RenderedChat, omitted: OmittedText) -> str:
-    """The reason why the template leaves out a text, and a way to keep the text.  The first reason that applies:
+    """A sentence: the reason why the template leaves out a text, and a way to keep the text.
 
-    a switch     the template reads a variable without a value, and writes the text if it is true or false
+    The first reason that applies:
+    a switch     the template reads a variable that has no value, and writes the text if the variable is true or false
     no key       the template does not read the key that holds the text
     the prompt   the template writes the text when it asks for the last answer, but not if the answer follows
     later turns  the template writes the text only if no later message follows
+    another      the sentence gives no reason, and asks for another template
 
     GLM-4.6, reasoning  ->  data.chat_template_kwargs: {clear_thinking: false} keeps it.
     """
@@ -107,10 +112,8 @@ def why_omitted(chat: RenderedChat, omitted: OmittedText) -> str:
 
 
 def _switch(chat: RenderedChat, omitted: OmittedText) -> tuple[str, bool] | None:
-    """A variable and a value (true or false) with which the template writes this text.
-
-    The template then omits no text that it writes now.  None: there is no such variable.
-    """
+    """A variable and a value (True or False) with which the template writes this text, and every text that it writes
+    now.  None: there is no such variable."""
     now = {text[:3] for text in find_omitted(chat)}
     for name in chat.tokenizer.template.free_switches:
         for value in (True, False):
@@ -121,7 +124,7 @@ def _switch(chat: RenderedChat, omitted: OmittedText) -> tuple[str, bool] | None
 
 
 def _is_written(chat: RenderedChat, omitted: OmittedText, num_messages: int, *, prompt: bool) -> bool:
-    """Whether the template writes a text of a chat that consists of the first `num_messages` messages."""
+    """Whether the template writes a text if the chat has only its first `num_messages` messages."""
     lost = _omitted_with(chat, num_messages=num_messages, prompt=prompt)
     return lost is not None and omitted[:3] not in {text[:3] for text in lost}
 
@@ -133,9 +136,10 @@ def _omitted_with(
     prompt: bool = False,
     variables: dict[str, Any] | None = None,
 ) -> list[OmittedText] | None:
-    """The texts that the template leaves out of the first `num_messages` messages, with these variables in addition.
+    """The texts that the template leaves out of a variant of the chat; None if the template refuses the variant.
 
-    None if the template refuses this chat.
+    num_messages  number of messages of the variant; None: all
+    variables     further variables of the variant
     """
     inputs = chat.inputs._replace(
         messages=chat.inputs.messages[:num_messages], variables={**chat.inputs.variables, **(variables or {})}
@@ -151,7 +155,7 @@ def _omitted_with(
 def _named(
     field: Field, gaps: list[tuple[int, int]], missing: dict[Field, list[tuple[int, int]]], chat: RenderedChat
 ) -> Iterator[tuple[int, str, str, str]]:
-    """Number, role, kind and text of the omissions of a field, if it is a text that the model should see."""
+    """Yields number, role, kind and text of each omission of a field; nothing if the model need not see the field."""
     path, role = field.path, field.role
     if role == VARIABLES:
         if path[0] not in chat.tokenizer.template.variables:

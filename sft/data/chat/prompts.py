@@ -1,7 +1,7 @@
-"""Caches the headers that ask for an answer, for all chats of a run.
+"""Caches the headers with which a template asks for an answer, for all chats of a run.
 
-Many templates write headers that do not depend on the texts of messages (`template/prompt_inputs.py`).  Then a few
-chats show all headers that the template can write.
+With many templates, headers do not depend on the texts of messages (`template/prompt_inputs.py`).  Then the renderings
+of a few chats contain all headers that the template can write.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from sft.data.template.prompt_inputs import PromptInputs, shape
 from sft.errors import DataError
 
 _MOST = 1_000  # cached prompts; rows may have many different variables
-_MOST_SHAPES = 100_000  # different shapes of the first messages of chats
+_MOST_SHAPES = 100_000  # cached shapes of beginnings of chats
 
 
 @dataclass
@@ -47,10 +47,10 @@ class Prompts:
         return self.cached((role, has_tools, repr(variables)), make)
 
     def shapes_of(self, chat: Chat) -> list[int]:
-        """[messages + 1]: entry n is a number for the shapes of the first n messages; equal shapes have equal numbers.
+        """A list of [messages + 1] numbers: entry n stands for the shapes of the first n messages.  Beginnings of chats
+        with equal shapes, equal variables of the row, and tools or none, have equal numbers.
 
-        Shapes include the row's variables, and whether there are tools.  [] if a prompt depends on more than shapes or
-        on nothing, or if there are too many different shapes.
+        Empty if prompts depend on more than shapes or on nothing (`PromptInputs`), or if too many shapes are cached.
         """
         if self.template.prompt_inputs is not PromptInputs.SHAPES or len(self._numbers) > _MOST_SHAPES:
             return []
@@ -63,7 +63,8 @@ class Prompts:
         return self._numbers.setdefault(of, len(self._numbers))
 
     def cached(self, key: tuple[Any, ...], make: Callable[[], str | None]) -> str | None:
-        """The prompt of this key.  Made once and then cached; made each time if there are too many keys."""
+        """The prompt of this key.  Calls `make` once and caches the prompt; if the cache is full, calls it each
+        time."""
         if key not in self._cached:
             if len(self._cached) >= _MOST:
                 return make()

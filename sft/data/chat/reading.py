@@ -1,4 +1,5 @@
-"""Indexes the runs of a rendering, so that one pass finds the texts of all messages.
+"""Indexes the runs of a rendering, so that the texts of each message are found quickly.  A run is a piece of the
+rendering that has one source (`template/rendering.py`).
 
 Decides which texts of an assistant's message are its own, i.e. written by the assistant, and which belong to a header.
 `turns.py` and `headers.py` find turns with the index, `habits.py` learns from it, `tokens.py` asks it whether the
@@ -50,7 +51,7 @@ class Reading:
         self._mark_starts = [run.start for run in self.marks]
 
     def over(self, start: int, end: int) -> list[Run]:
-        """The runs that hold text[start:end]."""
+        """The runs that overlap text[start:end]."""
         return self.runs[bisect_right(self._starts, start) - 1 : bisect_left(self._starts, end)] if start < end else []
 
     def is_constant(self, start: int, end: int) -> bool:
@@ -69,12 +70,12 @@ class Reading:
 
     @property
     def after_all(self) -> str:
-        """The text after the last text of the chat."""
+        """The template's text after the last mark; the whole text if there is no mark."""
         return self.text[self.marks[-1].end :] if self.marks else self.text
 
     @cached_property
     def unwritten(self) -> list[tuple[Field, list[tuple[int, int]]]]:
-        """The fields of which the template leaves out text, each with the spans of the characters left out.
+        """The fields of which the template leaves out text, each with the spans of its characters that are left out.
 
         Spaces do not count, nor do <think> and </think>, because templates write these tags themselves.
         """
@@ -103,7 +104,8 @@ class Reading:
 
 
 def _is_in(field: Field, container: str) -> bool:
-    """Whether `container`, the rendered JSON of an object or list, contains the field.  The JSON may have been cut."""
+    """Whether `container` contains the field.  container: what the rendering has of the JSON of an object or list; a
+    template may have cut it"""
     if container[:1] in ("{", "[") and container[-1:] in ("}", "]"):
         return True
     text = field.text
@@ -123,7 +125,7 @@ def _gaps(text: str, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def is_own(run: Run) -> bool:
-    """Whether the assistant wrote the run's text, and the template wrote it in the assistant's message."""
+    """Whether the run is text that the assistant wrote, and the template wrote it while it handled this message."""
     source = run.source
     return (
         isinstance(source, Field)
@@ -171,14 +173,15 @@ def is_in(run: Run, others: Sequence[Run]) -> bool:
 
 @lru_cache(maxsize=1_000)
 def _last_tokens(shown: str, control: re.Pattern[str]) -> list[int]:
-    """The positions of the last two control tokens, or of the only one."""
+    """The positions of the last two control tokens of a text, or of the only one."""
     return [match.start() for match in control.finditer(shown)][-2:]
 
 
 def after_header_end(between: str, shown: str, control: re.Pattern[str]) -> int:
-    """The position in `between` after the end of a prompt, from the prompt's second last or last control token on.
+    """The position in `between` after the end of the prompt `shown`; 0 if `between` does not contain this end.
 
-    The prompt may have instructions before these tokens.  0 if `between` contains neither end.
+    The end of a prompt is its text from its second last control token on, or from its last one.  The text before these
+    tokens may be instructions, which `between` need not contain.
     """
     for last in _last_tokens(shown, control):
         if shown[last:].strip() and (at := between.rfind(shown[last:])) >= 0:
@@ -188,19 +191,17 @@ def after_header_end(between: str, shown: str, control: re.Pattern[str]) -> int:
 
 @lru_cache(maxsize=1_000)
 def _ends_within(header: str, control: re.Pattern[str]) -> list[int]:
-    """The boundaries of lines and tokens inside a header, the last first."""
+    """The positions inside a header at which lines and control tokens begin or end, falling."""
     ends = {at for match in control.finditer(header) for at in match.span()}
     ends |= {at + 1 for at, letter in enumerate(header) if letter == "\n"}
     return sorted(ends - {0, len(header)}, reverse=True)
 
 
 def after_header(text: str, length: int, header: str, control: re.Pattern[str]) -> int:
-    """The position after the header in a text, or after the longest beginning of the header that the text contains.
+    """The position after the last occurrence of the header in text[:length], or of the longest beginning of the header
+    that ends at a boundary of a line or token; 0 if there is none.
 
-    Such a beginning ends at a line or token boundary.  0 if the text contains none.
-
-    length  the header must begin in text[:length].  Only a complete header may end later: its <think> may be the first
-            word of a content
+    A complete header must only begin in text[:length]: its <think> may be the first word of a content.
     """
     if header.strip() and (at := text.rfind(header, 0, length + len(header) - 1)) >= 0:
         return at + len(header)

@@ -2,8 +2,9 @@
 
 Decides the form of arguments, of thinking and of empty contents from the renderings of small chats (`habits.py`), never
 by a second try after an error.  Also renders prompts, which show where inference begins.  If messages cannot change the
-header of a prompt, small chats are rendered.  If only the shapes of messages can change it, one prompt is rendered for
-all messages of equal shapes.  Otherwise each chat has its own prompts.  So no mask depends on the order of chats.
+header of a prompt, the prompts of small chats are used for all chats.  If only the shapes of messages can change it,
+one prompt is rendered for all beginnings of chats with equal shapes.  Otherwise each chat has its own prompts.  So no
+mask depends on the order of chats.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,9 +25,12 @@ from sft.data.template.sources import Field
 class RenderedChat(NamedTuple):
     """A chat with its rendering.
 
-    chat     the messages in the form that the template takes
-    prompts  the cache of this chat's prompts; other chats do not use it, so no mask depends on other chats
-    kept     results of the template's statements for this chat
+    chat      the messages in the form that the template takes
+    inputs    the chat as the template's inputs, with traced texts
+    prompts   the cache of this chat's prompts; other chats do not use it, so no mask depends on other chats
+    shapes    numbers for the shapes of the chat's beginnings (`Prompts.shapes_of`)
+    kept      results of the template's statements for this chat
+    thinking  {index of a message: the fields of its thinking}
     """
 
     chat: Chat
@@ -34,16 +38,17 @@ class RenderedChat(NamedTuple):
     reading: Reading
     tokenizer: FolderTokenizer
     prompts: dict[tuple[Any, ...], str | None]
-    shapes: list[int]  # `Prompts.shapes_of` this chat
+    shapes: list[int]
     kept: KeptResults
-    thinking: dict[int, list[Field]]  # the fields of each message's thinking
+    thinking: dict[int, list[Field]]
 
     def prompt_after(self, num_messages: int, start: int, end: int) -> str | None:
-        """The text that the template writes after the chat's first messages when it asks for an answer.
+        """The text that the template writes after the first `num_messages` messages when it asks for an answer.
 
+        start, end  the span of the text after these messages in the rendering of the whole chat.  A prompt from the
+                    chat's own cache is used only if this text begins with the prompt, or equals the text for which the
+                    prompt was made
         None if the template refuses these messages.
-        start, end  the span of the text after these messages in this chat.  A cached prompt is used only if this text
-                    begins with the prompt, or if the prompt was made for an equal text
         """
         last, known, chat = self.chat.messages[num_messages - 1], self.prompts, self.chat
         written = self.reading.text[start:end]
@@ -84,7 +89,8 @@ def render_chat(chat: Chat, tokenizer: FolderTokenizer) -> RenderedChat:
 
 
 def render_turns(chat: Chat, tokenizer: FolderTokenizer, turns: Sequence[int]) -> Iterator[RenderedChat]:
-    """The renderings of a chat that end with each of the messages `turns`.  Raises DataError as `render_chat`.
+    """Yields for each index in `turns` the rendering of the chat up to this message.  Raises DataError as
+    `render_chat`.
 
     Statements of the template whose result is the same in several renderings are executed once (`template/replay.py`).
     """

@@ -1,11 +1,11 @@
 """Loads the tokenizer and the chat template of a run.
 
-Decides the files of both, the padding id, the true number of ids, the tokens around a plain text, and the digest that
-is part of cache keys.  `chat_template.py` renders chats, and `habits.py` learns the behaviour of a template.
+Decides which template is used, and the digest of both, which is part of the names of stores.  `tokenizer/files.py`
+reads the tokenizer's files, `chat_template.py` renders chats, and `habits.py` learns the behaviour of a template.
 
-There are two kinds: the built-in byte tokenizer, which needs no file, and any Hugging Face tokenizer folder.  No code
-of a folder runs.  A sandbox with limits renders the folder's template (`sandbox.py`).  It runs only in a child process
-with limits (`sft/data/limited.py`), so a template cannot end the run's process.
+There are two kinds of tokenizers: the built-in byte tokenizer, which needs no file, and any Hugging Face tokenizer
+folder.  No code of a folder runs.  A sandbox renders the folder's template (`sandbox.py`), only in a child process with
+limits of memory and time (`sft/data/limited.py`), so a template cannot end the run's process.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ class ByteTokenizer:
     digest: str = hashlib.sha256(b"sft byte tokenizer 1").hexdigest()
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Text of `ids`, control ids by their names; broken UTF-8 becomes U+FFFD."""
+        """The text of `ids`, with control ids as their names.  Invalid UTF-8 becomes U+FFFD."""
         control = {i: name.encode() for name, i in BYTE_CONTROL.items()}
         return b"".join(control.get(int(i)) or bytes([int(i)]) for i in ids).decode("utf-8", errors="replace")
 
@@ -90,7 +90,7 @@ class FolderTokenizer(TextTokenizer):
 
     @property
     def appends_end(self) -> bool:
-        """Whether the template writes no token after some last answers, so that data.final_end is appended."""
+        """Whether the template may write no token after a last answer, and data.final_end is not null."""
         return self.final_end is not None and None in self.habits.last_ends.values()
 
     def final_end_of(self, *, calls: bool) -> str | None:
@@ -102,6 +102,7 @@ class FolderTokenizer(TextTokenizer):
 
     @cached_property
     def prompts(self) -> Prompts:
+        """The cache of the template's prompts.  Raises DataError if there is no chat template."""
         return Prompts(self.template, self.habits)
 
     @cached_property
@@ -131,7 +132,7 @@ class FolderTokenizer(TextTokenizer):
 
     @cached_property
     def ids(self) -> dict[str, int]:
-        """The id of each control token: the special tokens, and all added tokens that the template writes."""
+        """The id of each control token: the special tokens, and all added tokens that the template's code contains."""
         code = self.chat_template.code if self.chat_template else ""
         written = {token: i for token, i in self.files.added_ids.items() if token in code}
         return {**super().ids, **written}
@@ -141,16 +142,18 @@ ChatTokenizer = ByteTokenizer | FolderTokenizer
 
 
 def template_name(tokenizer: ChatTokenizer) -> str:
-    """The name of the tokenizer's chat template, for messages to users."""
+    """The name of the tokenizer's chat template, for messages.  Raises DataError if there is no chat template."""
     return "of data.tokenizer = byte" if isinstance(tokenizer, ByteTokenizer) else tokenizer.template.name
 
 
 def load_tokenizer(data: DataConfig, name: str | None = None, folder: Path | None = None) -> ChatTokenizer:
     """The tokenizer `name`, with the template of `data.chat_template` or the tokenizer's own template.
 
-    name    the tokenizer's name in messages; None: `data.tokenizer`, or byte
-    folder  the folder with its files; None: the folder `name`
-    Raises DataError if the folder is missing, if it has no tokenizer, or if the template is missing or unusable.
+    name    the tokenizer's name in messages; None: `data.tokenizer`, or "byte" if that is null
+    folder  the folder with the tokenizer's files; None: the folder `name`
+    Raises DataError if the folder is missing, if it has no tokenizer, if the template cannot be used, or if a key of
+    `data` names a token or a variable that the tokenizer or the template lacks.  A tokenizer without a template is no
+    error.
     """
     name = name or data.tokenizer or "byte"
     if name == "byte":

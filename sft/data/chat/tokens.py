@@ -3,16 +3,17 @@
     user "What does <|im_end|> do?"
     <|im_start|> user \\n What does < | im _end | > do ? <|im_end|>        two control ids, not three
 
-The sources of characters show which control strings the template wrote.  Control strings in texts of the chat stay
-text.  There are two exceptions in an assistant's text: tokens that the template itself writes inside turns
-(`Habits.inside`), and the tokens of data.assistant_control_tokens.
+A control string is the text of a control token.  The sources of characters show which control strings the template
+wrote.  Control strings in texts of the chat stay text.  Two kinds in an assistant's text are exceptions and become
+control tokens: tokens that the template itself writes inside turns (`Habits.inside`), and the tokens of
+data.assistant_control_tokens.
 
 A chat without control strings that must stay text is tokenised at once.  In any other chat, each piece between two
-control tokens that contains such a string is tokenised separately, without control tokens.  A tokenisation of the whole
-chat proves that this does not change the rest: in it, private characters of equal length stand in for these strings.
+control tokens that contains such a string is tokenised separately, without control tokens.  The other pieces get their
+tokens from a tokenisation of the whole chat in which private characters of equal length stand in for these strings.
 
-If an earlier rendering of the chat begins with the same text, its tokens are used again up to a control token, at which
-the text can be cut without a change of other tokens (`TextTokenizer.always_found`).  The rest is tokenised.
+If an earlier rendering of the chat begins with the same text, its tokens are used again up to a control token at which
+the text can be cut without changing other tokens (`TextTokenizer.always_found`).  The rest is tokenised.
 """
 
 import re
@@ -37,7 +38,11 @@ _PRIVATE = (0xF0000, 0x10FFFE)  # Unicode planes 15 and 16: characters for priva
 
 
 class TokenSpan(NamedTuple):
-    """The tokens [start, end) of one message.  end_start: index of the token that ends the turn; `end` or -1: none"""
+    """The tokens [start, end) of one message.
+
+    end_start     index of the token that ends the turn; `end` or -1: there is none
+    is_end_usual  whether this token is the one that ends such a turn at the end of a chat
+    """
 
     message: int
     start: int
@@ -63,7 +68,7 @@ class Tokenised(NamedTuple):
 def tokenise(reading: Reading, tokenizer: FolderTokenizer, earlier: Tokenised | None = None) -> Tokenised:
     """The tokens of a rendering.  Raises DataError if it cannot be proven that a text stays text.
 
-    earlier: another rendering; only text that it does not begin with is tokenised
+    earlier: the tokens of another rendering; they are used again for the beginning that both renderings share
     """
     controls, typed, spelled = _typed(reading, tokenizer)
     num_kept, at = (0, 0) if earlier is None else _shared(earlier, reading.text, typed, tokenizer)
@@ -77,8 +82,10 @@ def tokenise(reading: Reading, tokenizer: FolderTokenizer, earlier: Tokenised | 
 
 
 def _shared(earlier: Tokenised, text: str, typed: list[tuple[int, int]], tokenizer: FolderTokenizer) -> tuple[int, int]:
-    """The number of the first tokens of `earlier` that `text` has, too, and the position of the text after them, which
-    is the start of a token of `tokenizer.always_found`.  (0, 0): none"""
+    """The number of tokens of `earlier` that can be used again, and the position in `text` after them.
+
+    A token of `tokenizer.always_found` starts at this position.  (0, 0): no token can be used again.
+    """
     shared, encoded = common_length(earlier.text, text), earlier.encoded
     for token in np.flatnonzero(tokenizer.is_always_found[encoded.ids])[::-1].tolist():
         at, name = int(encoded.starts[token]), tokenizer.always_found[int(encoded.ids[token])]
@@ -92,7 +99,11 @@ def _shared(earlier: Tokenised, text: str, typed: list[tuple[int, int]], tokeniz
 def _tokens_from(
     at: int, text: str, controls: list[int], typed: list[tuple[int, int]], tokenizer: FolderTokenizer
 ) -> Encoded:
-    """The tokens of text[at:].  controls: positions of all control strings of `text`; typed: those that stay text"""
+    """The tokens of text[at:].  Raises DataError if it cannot be proven that a text stays text.
+
+    controls  the positions of all control strings of `text`
+    typed     the spans of the control strings that stay text
+    """
     text, num_control = text[at:], len(controls) - bisect_left(controls, at)
     typed = [(start - at, end - at) for start, end in typed if start >= at]
     masked, stand_ins = _masked(text, typed) if typed else (text, "")
@@ -108,8 +119,11 @@ def _tokens_from(
 def _typed(
     reading: Reading, tokenizer: FolderTokenizer
 ) -> tuple[list[int], list[tuple[int, int]], Counter[tuple[str, str]]]:
-    """The positions of all control strings of a rendering, the spans that must stay text, and counts by token and
-    role."""
+    """Finds the control strings of a rendering.  Raises DataError if the source of one is hidden.
+
+    Returns the positions of all, the spans (start, end) of those that must stay text, and the numbers of the latter by
+    (string, role of the message).
+    """
     controls: list[int] = []
     at = 0
     typed: list[tuple[int, int]] = []
@@ -123,7 +137,7 @@ def _typed(
         controls.append(start)
         while runs[at].end <= start:
             at += 1
-        if runs[at].source is CONSTANT and runs[at].end >= end:  # most tokens
+        if runs[at].source is CONSTANT and runs[at].end >= end:  # the template wrote it, as it writes most tokens
             continue
         sources = [run.source for run in reading.over(start, end)]
         if all(map(is_of_template, sources)):
@@ -145,7 +159,10 @@ def _typed(
 
 
 def _masked(text: str, typed: list[tuple[int, int]]) -> tuple[str, str]:
-    """The text with a repeated private character instead of each typed control string, and all these characters."""
+    """The text with a repeated private character instead of each control string of `typed`, and the private characters.
+
+    Raises DataError if the text leaves too few private characters unused.
+    """
     tokens = sorted({text[start:end] for start, end in typed})
     free = list(islice((c for c in map(chr, range(*_PRIVATE)) if c not in text), len(tokens)))
     if len(free) < len(tokens):
@@ -161,7 +178,12 @@ def _masked(text: str, typed: list[tuple[int, int]]) -> tuple[str, str]:
 
 
 def _without_typed(text: str, masked: str, stand_ins: str, whole: Encoded, tokenizer: FolderTokenizer) -> Encoded:
-    """The tokens of `text`.  whole: the tokens of `masked`, used for all pieces without stand-ins"""
+    """The tokens of `text`.  Raises DataError if the tokenizer may not keep a control string as plain text.
+
+    masked     the text with private characters instead of control strings that stay text
+    stand_ins  these private characters
+    whole      the tokens of `masked`, which are used for all pieces without stand-ins
+    """
     is_control = tokenizer.is_control[whole.ids]
     is_control &= [bool(tokenizer.control.match(masked[a:b].strip())) for a, b in zip(whole.starts, whole.ends)]
     edges = [-1, *np.flatnonzero(is_control).tolist(), len(whole.ids)]
@@ -194,7 +216,8 @@ def _without_typed(text: str, masked: str, stand_ins: str, whole: Encoded, token
 def find_token_spans(
     turns: Sequence[Turn], text: str, encoded: Encoded, tokenizer: FolderTokenizer, *, inserted: bool
 ) -> list[TokenSpan]:
-    """The tokens of each turn.  Raises DataError if the tokens do not decode to the turn, e.g. if one covers more.
+    """The tokens of each turn.  Raises DataError if the tokens do not decode to the turn's text, for example because
+    one token also covers text outside the turn.
 
     inserted: whether the tokens include the text that the template adds at the start of the turn
     """
@@ -217,7 +240,7 @@ def find_token_spans(
 
 
 def _check_decoded(wanted: str, ids: np.ndarray, tokenizer: FolderTokenizer) -> None:
-    """Raises DataError if the tokens of a turn decode to other text."""
+    """Raises DataError if the tokens of a turn decode to other text.  Spaces at both ends may differ."""
     decoded = tokenizer.decode(ids)
     if decoded != wanted and decoded.strip() not in (wanted.strip(), tokenizer.normalize(wanted).strip()):
         raise DataError(

@@ -1,8 +1,8 @@
-"""Stores texts that begin with the same tokens once: makes the tree of texts, and finds the tokens of a text in it.
+"""Makes a tree of texts, which stores tokens with which several texts begin once, and finds the tokens of a text in it.
 
-Decides which tokens are shared, those of the longest common beginnings, and the order of the documents.  Where texts
-part, the longest text stays in its document, and each other continuation is a branch (`sft/parallel/branches.py`).
-Tokens that are equal again after a difference are stored again, because the tokens before them differ.
+Decides the order of the documents.  Texts share the tokens of their longest common beginnings.  Where texts first
+differ, the longest text stays in its document, and each other continuation is a branch (`sft/parallel/branches.py`).
+Equal tokens after a difference are stored once per text, because the tokens before them differ.
 
     texts a b c d e,  a b x,  a b c y      ->      documents a b c d e,  x after a b,  y after a b c
 
@@ -27,7 +27,10 @@ class TreeText(NamedTuple):
 
 
 class Grown(NamedTuple):
-    """The tokens of a tree, int32 [n], the weight that the first of its texts gives to each, and the tree."""
+    """The tokens of a tree, int32 [n], their weights, float32 [n], and the tree.
+
+    weights: for each token, the weight above 0 that the first text that supervises it gives; 0 if none supervises it
+    """
 
     tokens: np.ndarray
     weights: np.ndarray
@@ -36,7 +39,12 @@ class Grown(NamedTuple):
 
 @dataclass
 class _Document:
-    """A document in the making.  fork: number of its parent's tokens before it; first: the first text that has it"""
+    """A document of a tree that is not yet complete.
+
+    fork    number of tokens of the parent that come before the document
+    first   number of the first text that contains the document
+    number  index of the document in the finished tree
+    """
 
     tokens: np.ndarray
     fork: int
@@ -46,11 +54,12 @@ class _Document:
 
 
 def grow(texts: Sequence[TreeText]) -> Grown:
-    """The tree of some texts.  A document's branches follow it in the order of their forks, then of their texts."""
+    """The tree of some texts.  The branches of a document come after it, in the order of their forks; branches with the
+    same fork are in the order of their first texts."""
     above = _Document(np.empty(0, dtype=np.int32), 0, -1)  # the parent of all documents without a parent
     ends: dict[int, tuple[_Document, int]] = {}
     longest_first = sorted(range(len(texts)), key=lambda number: -len(texts[number].tokens))
-    for number in longest_first:  # a text that comes first stays in its document
+    for number in longest_first:  # so the longest text stays in its document where texts differ
         ends[number] = _insert(texts[number].tokens, number, above)
     documents: list[_Document] = []
     parents: list[int] = []
@@ -76,14 +85,14 @@ def grow(texts: Sequence[TreeText]) -> Grown:
 
 
 def text_positions(tree: Tree, text: int) -> np.ndarray:
-    """int64 [n]: the positions in the sample's tokens of the tokens of a text."""
+    """int64 [n]: for each token of a text, its index in the tokens of the sample."""
     document, count = tree.ends[text].tolist()
     pieces = [(piece.document, piece.length) for piece in tree.branches.path(document)] + [(document, count)]
     return np.concatenate([np.arange(length) + tree.starts[number] for number, length in pieces])
 
 
 def texts_of(grown: Grown) -> list[TreeText]:
-    """The texts of a tree."""
+    """The texts of a tree, in their order, with the weights that each gives."""
     tree, texts = grown.tree, []
     for number in range(len(tree.ends)):
         weights = np.zeros(len(grown.tokens), dtype=np.float32)
@@ -96,9 +105,9 @@ def texts_of(grown: Grown) -> list[TreeText]:
 
 
 def _insert(tokens: np.ndarray, number: int, above: _Document) -> tuple[_Document, int]:
-    """Adds a text that is not longer than any text before it.
+    """Adds a text below `above`.  No text that was added before is shorter.
 
-    Returns the document in which the text ends, and the number of this document's tokens that the text has.
+    Returns the document in which the text ends, and the number of this document's tokens that belong to the text.
     """
     document, shared = above, 0
     while True:
@@ -123,12 +132,12 @@ def _num_shared(left: np.ndarray, right: np.ndarray) -> int:
 
 
 def _in_order(document: _Document) -> list[_Document]:
-    """The branches of a document, the last one first."""
+    """The branches of a document in reverse order, because `grow` takes them from the end of a list."""
     return sorted(document.branches, key=lambda branch: (branch.fork, branch.first), reverse=True)
 
 
 def _spans(number: int, weights: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The spans of a text's supervised tokens in the sample: int64 [spans, 3] and float32 [spans], as in `Tree`."""
+    """The spans of a text's supervised tokens, int64 [spans, 3], and their weights, float32 [spans], as in `Tree`."""
     edges = np.flatnonzero((np.diff(weights) != 0) | (np.diff(positions) != 1)) + 1
     starts, stops = np.concatenate([[0], edges]), np.concatenate([edges, [len(weights)]])
     used = weights[starts] > 0

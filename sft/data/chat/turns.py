@@ -6,14 +6,14 @@ A turn is the text that the model writes when it is asked for a message:
             the chat and the turn is compared with the text that the template writes at this position when it asks for
             the answer.  Usually, the turn begins after their longest common prefix.
     text    the message's own texts, and all texts that the template writes between them
-    end     the token that ends the turn or hands it over: <|im_end|>, <|return|>, <|call|>, <|user|>
+    end     the token that ends the turn, or begins the next message: <|im_end|>, <|return|>, <|call|>, <|user|>
 
 <|im_start|>user\\nHi<|im_end|>\\n <|im_start|>assistant\\n <think>\\n\\n</think>\\n\\n Hello <|im_end|> \\n
                                    the prompt's header       the template's own text   the turn's text, and its end
 
-An error is raised if text of another message, or text without a source, could be mistaken for the assistant's.  A
-message has several spans if it contains texts of other messages (Gemma 4 writes results of calls before the content).
-`habits.py` knows the tokens that end turns; `tokens.py` finds the tokens of the spans.
+An error is raised if text of another message, or text without a source, could be mistaken for text of the assistant.  A
+message has several turns if texts of other messages lie between its texts (Gemma 4 writes results of calls before the
+content).  `habits.py` finds the tokens that end turns; `tokens.py` finds the tokens of each turn.
 """
 
 import re
@@ -47,7 +47,10 @@ class Turn(NamedTuple):
 
 
 def find_turns(rendered: RenderedChat, wanted: list[int]) -> list[Turn]:
-    """The turns of the messages `wanted`, in the order of the text.  Raises DataError if one cannot be located."""
+    """The turns of the messages with the indices `wanted`, in the order of the text.
+
+    Raises DataError if one cannot be located, or if text without a source may belong to one.
+    """
     finder = _Finder(rendered)
     turns = sorted((turn for i in wanted for turn in finder.turns_of(i)), key=lambda turn: turn.start)
     for turn, following in zip(turns, turns[1:], strict=False):
@@ -68,6 +71,7 @@ class _Finder:
         self.habits, self.template = rendered.tokenizer.habits, rendered.tokenizer.template
 
     def turns_of(self, index: int) -> list[Turn]:
+        """The turns of message `index`.  Raises DataError if one cannot be located."""
         groups = self._without_repetitions(self._groups(index))
         if not groups:
             for run in self.reading.unknown:
@@ -93,9 +97,10 @@ class _Finder:
         return turns
 
     def _groups(self, index: int) -> list[list[Run]]:
-        """The own texts of a message, in groups.  Other messages' texts, or a token that hands over, separate groups.
+        """The own texts of a message, in groups.  Texts of other messages separate groups.
 
-        Texts after such a token belong to the other message (Gemma 4 repeats the name of a function in its result).
+        A group ends at the token that ends the message, if this token begins another message: texts after it belong to
+        the other message (Gemma 4 repeats the name of a function in its result).
         """
         reading, handed = self.reading, self.habits.hands_over(self.messages[index])
         groups: list[list[Run]] = []
@@ -113,7 +118,8 @@ class _Finder:
         return groups
 
     def _without_repetitions(self, groups: list[list[Run]]) -> list[list[Run]]:
-        """Removes groups that only repeat texts of earlier groups (the name of a function in the call's result)."""
+        """Removes groups that only repeat texts of earlier groups, such as the name of a function in a call's
+        result."""
         if len(groups) < 2:
             return groups
         kept: list[list[Run]] = []
@@ -124,7 +130,8 @@ class _Finder:
         return kept
 
     def _start(self, index: int, run: Run, *, first: bool) -> tuple[int, int]:
-        """The start of the turn whose first own text is `run`."""
+        """The start of the turn whose first own text is `run`, and the end of the template's text there
+        (`start_of`)."""
         before = self.reading.before(run)
         if before is not None and isinstance(before.source, Unknown):
             self._refuse_unknown(index, before)
@@ -132,7 +139,10 @@ class _Finder:
         return start_of(self.rendered, run, self.messages[index], asked)
 
     def _end(self, index: int, run: Run, is_last: bool) -> tuple[int, int]:
-        """Start and end of the end token of the turn whose last own text is `run`."""
+        """Start and end of the end token of the turn whose last own text is `run`; both are equal if there is none.
+
+        Raises DataError if the turn has no end.
+        """
         reading = self.reading
         following = reading.after(run)
         stop = following.start if following else len(reading.text)
@@ -151,7 +161,7 @@ class _Finder:
         if goes_on and not control.search(tail):
             return run.end, run.end  # the next answer continues the turn (Gemma 4)
         if following is not None and self.habits.last_ends[_is_of_call(run)] is None and self._begins(tail):
-            return run.end, run.end  # another answer follows, and generation does not stop at its header (GLM)
+            return run.end, run.end  # the next message begins, but no end token of a last turn is known (GLM)
         raise self.error(
             index,
             f"no token ends it.  Tokens that end a turn of this template: {', '.join(self.habits.ends) or 'none'}",
@@ -171,9 +181,10 @@ class _Finder:
                 raise self.error(index, "text of another message lies in it", run.start)
 
     def _check_complete(self, index: int, turns: list[Turn], begins: list[int]) -> None:
-        """Raises DataError if a turn misses own text of the message, unless a turn or a prompt repeats this text.
+        """Raises DataError if own text of the message is in none of its turns, and is no repetition of text of a turn.
 
-        begins  position of the first own text of each turn; its <think> may be in the prompt
+        begins  position of the first own text of each turn.  This text may begin with a <think> of the prompt, before
+                the turn
         """
         runs = [self.reading.marks[position] for position in self.reading.own[index]]
         inside = [run for run in runs if any(turn.start < run.end <= turn.end for turn in turns)]

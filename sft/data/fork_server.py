@@ -29,7 +29,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# The server imports these, so that no child does.
+# The server imports these modules once, so that children start with them imported.
 MODULES = ("sft.data.cache.workers", "sft.weights.serving.served_template")
 _SERVER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from sft.data import fork_server; fork_server.serve()"
@@ -56,7 +56,7 @@ class End(NamedTuple):
     is_oom_killed: bool | None
 
     def describe(self) -> str:
-        """was ended by SIGSEGV; its last lines: Fatal Python error"""
+        """A predicate such as "was ended by SIGSEGV; its last lines: Fatal Python error"."""
         words = f"; its last lines: {self.stderr}" if self.stderr else ""
         if self.code is None:
             return f"was ended, and so was the server that started it{words}"
@@ -68,9 +68,9 @@ class End(NamedTuple):
 
 
 class Child:
-    """A child that runs function(pipe, *arguments), and this process's end of the pipe.
+    """A child process that runs function(pipe, *arguments).  `pipe`: this process's end of the pipe
 
-    Raises OSError if no process can be started.
+    The constructor starts the child.  It raises OSError if no process can be started.
     """
 
     def __init__(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
@@ -89,7 +89,7 @@ class Child:
             raise
 
     def end(self, *, kill: bool) -> End:
-        """Waits until the child ends and says how it ended.  With `kill`, kills the child first.  Called once."""
+        """Waits until the child ends, and returns how it ended.  With `kill`, kills the child first.  Call it once."""
         if os.getpid() != self._owner:  # a forked copy of this process is cleaned up
             return End(None, "", None)
         if kill:
@@ -103,7 +103,7 @@ class Child:
         return end
 
     def forget_stderr(self) -> None:
-        """Drops what the child has written to stderr if it is more than 1 MiB.  Called between two tasks."""
+        """Deletes what the child has written to stderr if it is more than 1 MiB.  Call it between two tasks."""
         if os.fstat(self._stderr).st_size > _MOST_STDERR:
             os.ftruncate(self._stderr, 0)
 
@@ -127,8 +127,11 @@ class _Server:
             )
 
     def ask(self, kind: bytes, pid: int = 0, descriptors: Sequence[int] = ()) -> int | None:
-        """_START: the pid of a new child with these descriptors.  _WAIT: the exit code of a child, or minus the number
-        of the signal that ended it.  None if the server has ended."""
+        """Sends a request of kind _START or _WAIT, and returns the answer; None if the server has ended.
+
+        _START: starts a child with these file descriptors; the answer is its pid.  _WAIT: waits for the child `pid`;
+        the answer is its exit code, or minus the number of the signal that ended it.
+        """
         with self._lock:
             try:
                 socket.send_fds(self.control, [_REQUEST.pack(kind, pid)], descriptors)
@@ -152,7 +155,10 @@ _starting = threading.Lock()
 
 
 def _start(descriptors: list[int]) -> tuple[_Server, int]:
-    """The server, and the pid of a new child that gets these file descriptors.  Starts a server if none runs."""
+    """Starts a child with these file descriptors; starts a server first if none runs.
+
+    Returns the server and the child's pid.  Raises ChildProcessError if the server ends at once.
+    """
     global _server
     with _starting:
         if _server is not None:
@@ -172,7 +178,7 @@ def _stop_at_exit() -> None:
 
 
 def _in_child() -> None:
-    """A forked copy of this process starts a server of its own."""
+    """Runs in each forked copy of this process: makes it forget the server, so that it starts a server of its own."""
     global _server, _starting
     if _server is not None:
         _server.control.close()
@@ -276,7 +282,7 @@ def _last_lines(file: int) -> str:
 
 
 def _num_oom_kills() -> int | None:
-    """How many processes of this process's cgroup the kernel has killed for lack of memory; None if it is not known."""
+    """The number of processes of this cgroup that the kernel has killed for lack of memory; None if it is unknown."""
     try:
         groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
         old = [f"memory{path}/memory.oom_control" for _, names, path in groups if "memory" in names.split(",")]

@@ -3,14 +3,15 @@
 A chat template or a tokenizer runs C code that no check in the same process can interrupt.  So such work runs in a
 child process.  The kernel limits its processor time and memory; the parent limits the size of its result.
 
-    processor time  RLIMIT_CPU, raised before each row, by its bytes and its texts.  Time in which the process waits
-                    does not count.
-    memory          RLIMIT_DATA, raised by the bytes of each row.  It counts private writable memory; RLIMIT_AS would
-                    also count mapped files, and memory that allocators and threads only reserve.
-    result          its pickled size; the parent reads no longer result
+    processor time  RLIMIT_CPU.  It is raised before each row, by an amount that grows with the row's bytes and texts.
+                    Time in which the process waits does not count.
+    memory          RLIMIT_DATA.  It is raised before each row, by 128 bytes for each byte of the row.  It counts
+                    private writable memory; RLIMIT_AS would also count mapped files, and memory that allocators and
+                    threads only reserve.
+    result          its pickled size, at most 64 MiB
 
 This module decides how a child that reached a limit is distinguished from one that was killed, and the error message.
-`LimitReached` is no DataError: it ends a preparation whatever data.on_bad_row is.
+`LimitReached` is no DataError, so it ends a preparation even if data.on_bad_row = skip.
 
 `fork_server.py` starts the children, which never run the user's program.
 """
@@ -29,8 +30,8 @@ from sft.data import fork_server
 from sft.errors import DataError
 
 ROW_SECONDS = 60  # processor time that every row gets; tokenising 700,000 tokens takes 2 s
-BYTES_PER_SECOND = 500_000  # a row gets a further second for each 500,000 bytes; a long row needs a third of this time
-MOST_TEXTS = 1_000  # a row with more texts gets the time of this many
+BYTES_PER_SECOND = 500_000  # a row gets a further second for each 500,000 bytes; tokenising takes a third of this time
+MOST_TEXTS = 1_000  # a row with more texts gets the time of a row with 1,000 texts
 MEMORY = 8 << 30  # bytes that a child may use beyond those that it used when its part began
 MEMORY_PER_BYTE = 128  # further bytes of memory for each byte of the rows; a tokenizer uses about 40
 LARGEST_RESULT = 64 << 20  # bytes
@@ -40,7 +41,7 @@ _children = [False]  # [whether this process is such a child]
 
 
 class LimitReached(Exception):
-    """A child reached a limit, or died, while it worked on task number `task`.
+    """Says why a child process ended or reached a limit while it worked on task number `task`.
 
     why  a predicate for the error message, e.g. "took more than 60 s of processor time"
     """
@@ -56,12 +57,12 @@ class LimitReached(Exception):
 
     @property
     def advice(self) -> str:
-        """Advice to the user; empty if another process has sent SIGKILL."""
+        """Advice for the error message; empty if the child was ended by SIGKILL and memory did not run out."""
         return "" if "SIGKILL" in self.why and not self.is_memory else f"  {ADVICE}"
 
 
 class _Outcome(NamedTuple):
-    """The answer of a child process: a result, or an error."""
+    """The answer of a child process: a result, an error, or the limit that it reached (a predicate)."""
 
     result: Any = None
     error: BaseException | None = None
@@ -96,16 +97,16 @@ def _limited_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> A
 
 
 def is_child() -> bool:
-    """Whether this process is a child with limits, which may use templates and tokenizers itself."""
+    """Whether this process is a child with limits, so that it may use templates and tokenizers itself."""
     return _children[0]
 
 
 def rows(
     numbered: Iterable[tuple[int, _T]], num_texts: Callable[[_T], int] = lambda content: 1
 ) -> Iterator[tuple[int, _T]]:
-    """Yields the rows of a part.  In a child, limits hold while the caller works on a row; elsewhere there are none.
+    """Yields numbered rows.  In a child, limits hold while the caller works on a row; elsewhere there are no limits.
 
-    num_texts: about how many texts a row has.  Each begins with a part of the row, on average with half of it
+    num_texts: estimates the number of texts of a row, which have on average half of the row's tokens
     """
     if not is_child():
         yield from numbered
@@ -125,7 +126,7 @@ def rows(
 
 
 def _size(content: object) -> int:
-    """About how many bytes a row has."""
+    """Estimates the number of bytes of a row."""
     total, left = 0, [content]
     while left:
         item = left.pop()
@@ -161,8 +162,8 @@ def run(
     """Yields function(*task) for each task, in order.  Up to `num_children` children compute the results.
 
     start  a function and its arguments, which each child calls before its first task
-    Raises LimitReached with the number of the task at which a child died or reached a limit, and each error of the
-    function.
+    Raises LimitReached with the number of the task at which a child ended or reached a limit.  Raises errors of the
+    function unchanged.
     """
     tasks = list(tasks)
     children = [_Child(function, start) for _ in range(min(num_children, len(tasks)))]
@@ -176,7 +177,7 @@ def run(
                 for child in _that_are_ready(children):
                     outcomes[child.task] = child.outcome()
                     child.task = -1
-                    if num_given < len(tasks) and not child.pipe.closed:  # a dead child's own task ends the work
+                    if num_given < len(tasks) and not child.pipe.closed:  # closed: the child is dead
                         child.give(num_given, tasks[num_given])
                         num_given += 1
             outcome = outcomes.pop(number)
@@ -228,7 +229,7 @@ def _why(end: fork_server.End) -> str:
 
 
 def _serve(pipe: connection.Connection, function: Callable[..., Any], start: tuple[Any, ...]) -> None:
-    """Runs a child: receives a task, sends its outcome, and repeats this until the parent ends the child."""
+    """Runs in a child: receives a task, sends its outcome, and repeats this until the parent ends the child."""
     _children[0] = True
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
     _set(resource.RLIMIT_CORE, 0)

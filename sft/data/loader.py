@@ -76,7 +76,7 @@ class Loader:
         return [self.microbatch(self.samples_of(slot), slot.cp_size) for slot in grid[self._grid_rank]]
 
     def samples(self, step: int) -> list[list[Sample]]:
-        """The samples of each of this rank's microbatches of a step."""
+        """The samples of step `step`, counted from 0, by microbatch of this rank."""
         return [self.samples_of(slot) for slot in self.grid(step)[self._grid_rank]]
 
     def microbatch(self, samples: Sequence[Sample], cp_size: int) -> Microbatch:
@@ -84,9 +84,9 @@ class Loader:
         return self.collators[cp_size].microbatch(samples)
 
     def eval_batches(self) -> Iterator[list[Microbatch]]:
-        """Yields this rank's microbatches of each global batch, with every sample once, unshuffled.
+        """Yields this rank's microbatches of each global batch.  Every sample occurs once, in the order of the files.
 
-        Packs of filler complete the last global batch.
+        Packs of filler documents complete the last global batch.
         """
         plan = self.plans.unshuffled
         for batch in range(plan.num_batches(self.plans.global_batch_size)):
@@ -147,7 +147,10 @@ def make_loader(
 ) -> Loader:
     """The loader of a recipe for one rank of the dp x cp grid.
 
-    The mixture and data.plan apply to data.train only.  With `is_held_out`, an epoch contains every sample once.
+    pad_id       id of padding tokens
+    is_held_out  whether the corpus is a held-out set.  Then an epoch contains every sample once, because the mixture
+                 and data.plan apply to data.train only
+    Raises DataError or ConfigError if the samples cannot be packed as the recipe says.
     """
     data, num_ranks = config.data, layout.dp * layout.cp
     rank_tokens = data.seq_length // layout.cp

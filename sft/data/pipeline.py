@@ -1,6 +1,6 @@
 """Provides the data of a run on this rank: loaders of training and held-out data, and the microbatches of each step.
 
-Checks with dynamic CP that all ranks have planned the same packs.
+With dynamic CP, checks before each step that all ranks have planned the same packs.
 """
 
 from dataclasses import InitVar, dataclass
@@ -37,7 +37,8 @@ class GlobalBatch:
 def check_agreement(grid: Grid, step: int, group: dist.ProcessGroup) -> None:
     """Raises DataError on every rank if the ranks planned different packs for a step.  Collective over all ranks.
 
-    Ranks that expect different CP sizes would wait for each other without end.  Needs one all-reduce of two integers.
+    Without this check, ranks that expect different CP sizes would wait for each other without end.  The check is one
+    all-reduce of two integers.
     """
     packs = [[slot for slot in slots if rank % slot.cp_size == 0] for rank, slots in enumerate(grid)]
     digest = int.from_bytes(blake2b(repr(packs).encode(), digest_size=7).digest(), "big")
@@ -78,13 +79,13 @@ class HeldOutData:
         self.held_out = {name: self._loader(files, tokenizer, is_held_out=True) for name, files in sets}
 
     def held_out_facts(self) -> dict[str, tuple[str, int]]:
-        """Digest and number of documents of each held-out set."""
+        """{name of a held-out set: (digest of its corpus, number of its samples)}"""
         return {name: (loader.corpus.digest, len(loader.corpus)) for name, loader in self.held_out.items()}
 
     def _loader(
         self, inputs: list[Input], tokenizer: ChatTokenizer, names: list[str] | None = None, is_held_out: bool = False
     ) -> Loader:
-        """Rank 0 reads the files once and finds their stores; then every rank maps the stores."""
+        """The loader of some files.  Rank 0 reads the files once and finds their stores; every rank maps the stores."""
         data, cache_dir = self.config.data, Path(self.config.cache_dir)
         prepared = broadcast_from_rank0(
             lambda: find_prepared(inputs, data, tokenizer, cache_dir, command=self._command), self.position.control
@@ -144,7 +145,7 @@ class DataPipeline(HeldOutData):
         )
 
     def new_epoch(self, step: int) -> str | None:
-        """A line about the packing of the epoch of step `step`; None if the epoch was already reported."""
+        """A line about the packing of the epoch of step `step`; None if the previous call was in the same epoch."""
         epoch, _ = self.train.plans.locate(step)
         if epoch == self._epoch:
             return None
@@ -152,5 +153,5 @@ class DataPipeline(HeldOutData):
         return f"packed epoch {epoch}: {len(plan):,} packs, {plan.fill:.1%} full"
 
     def row_name(self, sample: int) -> str:
-        """The name of a sample's row, e.g. `chat.jsonl:1841`."""
+        """The name of a sample for messages (`Corpus.name`), e.g. `chat.jsonl:1841`."""
         return self.train.corpus.name(sample)

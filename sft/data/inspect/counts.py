@@ -1,7 +1,7 @@
-"""Counts the rows, tokens and lengths of data files, and the rows that fit uncut into different seq_lengths.
+"""Counts the rows and tokens of data files by length, and the rows that fit uncut into different seq_lengths.
 
 Decides the buckets of the histogram, the definition of a quantile, and the values of seq_length that are compared.
-A length is that of an uncut row, however many windows are made from the row.  `cache/row_report.py` counts cut,
+Every length is the length of an uncut row, whatever samples are made of the row.  `cache/row_report.py` counts cut,
 windowed, dropped and skipped rows for each file; this module adds these counts up.  `findings.py` reads tokens.
 """
 
@@ -28,13 +28,13 @@ _ADDED = (
 
 
 class DataSet(NamedTuple):
-    """Files that are prepared together."""
+    """The training files, or the files of one held-out set, with their corpus."""
 
     part: str  # train, or the name of a held-out set
     paths: list[DataFile]
     sources: list[str] | None  # source of each file; None for held-out files, and if data.train names no sources
     corpus: Corpus
-    rows: list[np.ndarray]  # for each file LINE [rows], `survey.whole_rows`: the first line of each row in the store
+    rows: list[np.ndarray]  # for each file, LINE [rows]: one line of the store per row (`survey.whole_rows`)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +49,10 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """The rows that fit uncut into one seq_length: their number, tokens and supervised labels, also as shares of all.
+    """The rows that fit uncut into one seq_length: their number, their tokens and their supervised labels.
 
     is_recipe  whether this is the recipe's seq_length
+    x_share    x divided by its value for all rows
     """
 
     seq_length: int
@@ -71,8 +72,9 @@ class FileCounts:
     samples, tokens, supervised          samples made of the rows, their tokens, and their supervised labels
     tokens_repeated                      tokens that an earlier window of the same row also contains; part of `tokens`
     full_tokens, p50, p90, p99, longest  sum and quantiles of the lengths that rows have before they are cut or dropped
-    rows_cut ... supervised_dropped      effects of data.over_long; tokens_cut includes tokens that no window contains
-    rows_skipped, reasons                effects of data.on_bad_row; the most frequent reason is first
+    rows_cut ... supervised_dropped      what data.over_long changed; tokens_cut includes tokens that no window contains
+    rows_skipped, reasons                rows that data.on_bad_row = skip left out; (reason, number of rows), the most
+                                         frequent reason first
     rows_packed, documents               packed rows of token ids, and the documents into which they were cut
 
     Lengths, rows_cut, rows_windowed and rows_dropped count each document as a row.
@@ -143,7 +145,7 @@ def of_sources(data: DataSet) -> list[FileCounts]:
 def counts_of(
     data: DataSet, chosen: Sequence[int], *, name: str = "all", path: str | None = None, source: str | None = None
 ) -> FileCounts:
-    """The counts over the files data.paths[i] for all i in `chosen`."""
+    """The counts of the files data.paths[i] for all i in `chosen`, added up."""
     reports = [data.corpus.row_reports[data.paths[i]] for i in chosen]
     full = np.concatenate([data.rows[i]["full_tokens"] for i in chosen])
     p50, p90, p99 = quantiles(full)
@@ -190,7 +192,9 @@ def quantiles(lengths: np.ndarray) -> tuple[int, int, int]:
 
 
 def histogram(lengths: np.ndarray) -> tuple[Bucket, ...]:
-    """Buckets between powers of two, from the shortest row to the longest, including empty buckets.
+    """The number and tokens of rows by length, in buckets between powers of two.
+
+    The first bucket holds the shortest row, the last the longest; buckets between them may be empty.
 
     lengths 5 6 17 -> 4 to 8: 2 rows, 11 tokens; 8 to 16: 0 rows; 16 to 32: 1 row, 17 tokens
     """
@@ -207,7 +211,7 @@ def histogram(lengths: np.ndarray) -> tuple[Bucket, ...]:
 
 
 def retention(rows: np.ndarray, *, doc_multiple: int, seq_length: int) -> tuple[Retention, ...]:
-    """The rows of `rows`, LINE [n], that fit uncut into each of several sizes, in rising order.
+    """Counts the rows of `rows`, LINE [n], that fit uncut into each of several sizes, in rising order of sizes.
 
     The sizes are the recipe's seq_length, powers of two, and the values half-way between powers of two.
 

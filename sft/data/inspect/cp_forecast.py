@@ -1,7 +1,8 @@
-"""Predicts the first epoch of a run with dynamic CP, and what dynamic CP would give a run with a fixed cp.
+"""Predicts times and bytes of steps in the first epoch of a run with dynamic CP, and whether dynamic CP would shorten
+the steps of a run with a fixed cp.
 
 Decides what `sft data plan` and `sft check` print about CP sizes.  A `Loader` makes the packs, so a run trains on the
-same packs.  `packing/cp_grid.py` predicts times and bytes; this module measures nothing.
+same packs.  `packing/cp_grid.py` predicts times and bytes; nothing is measured.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +19,7 @@ from sft.errors import ConfigError
 from sft.layers.flops import ASSUMED_SHARE, ASSUMED_TFLOPS
 from sft.parallel.layout import Layout
 
-FEW = 10  # number of global batches that the short forms look at
+FEW = 10  # number of global batches for which `short_line` and `advice` predict times
 HELPS = 0.95  # if a step with dynamic CP takes at most this part of the step without it, the forecast says so
 
 
@@ -40,6 +41,7 @@ class BatchForecast:
 
     @property
     def step_to_bound(self) -> float:
+        """Predicted time of the step with dynamic CP, divided by the lower bound of its time."""
         return self.dynamic.makespan_ns / self.bound_ns
 
     @property
@@ -68,13 +70,13 @@ def batches_of(loader: Loader, count: int) -> list[BatchForecast]:
 
 
 def spread_steps(loader: Loader, count: int) -> list[int]:
-    """At most `count` steps, spread over the first epoch."""
+    """At most `count` steps, counted from 0, at equal distances in the first epoch."""
     steps = loader.plans.steps_per_epoch(0)
     return np.unique(np.linspace(0, steps - 1, min(steps, count)).astype(int)).tolist()
 
 
 def lines(config: Config, batches: Sequence[BatchForecast]) -> list[str]:
-    """Lines about CP sizes, time and bytes of a run with dynamic CP."""
+    """The lines of `sft data plan` about CP sizes, times and bytes of a run with dynamic CP."""
     parallel, tflops = config.parallel, config.log.peak_tflops or ASSUMED_TFLOPS
     packs, tokens = ([getattr(b.dynamic, f"share_of_{unit}") for b in batches] for unit in ("packs", "tokens"))
     return [
@@ -90,7 +92,7 @@ def lines(config: Config, batches: Sequence[BatchForecast]) -> list[str]:
 
 
 def short_line(loader: Loader) -> str:
-    """One line about a run with dynamic CP."""
+    """The line of `sft check` about times, bytes and microbatches of a run with dynamic CP."""
     batches = batches_of(loader, FEW)
     alone = mean(b.dynamic.share_of_tokens.get(1, 0.0) for b in batches)
     return (
@@ -100,9 +102,9 @@ def short_line(loader: Loader) -> str:
 
 
 def advice(config: Config, loader: Loader) -> list[str]:
-    """At most one line: the settings, time and bytes of dynamic CP for a run with a fixed cp.
+    """For a run with a fixed cp: one line with the settings that turn dynamic CP on, and its predicted time and bytes.
 
-    Empty if a step with dynamic CP would take more than 95% of the time, or if dynamic CP does not fit the recipe.
+    Empty if cp = 1, if a step with dynamic CP takes more than 95% of its time, or if the recipe cannot have dynamic CP.
     """
     if loader.layout.cp == 1:
         return []
@@ -123,7 +125,10 @@ def advice(config: Config, loader: Loader) -> list[str]:
 
 
 def _sizes(shares: Sequence[dict[int, float]]) -> str:
-    """The mean share of each CP size: [{1: 1.0}, {1: 0.5, 2: 0.5}] -> "1 rank 75.0%, 2 ranks 25.0%" """
+    """The mean over steps of the share of each CP size: [{1: 1.0}, {1: 0.5, 2: 0.5}] -> "1 rank 75.0%, 2 ranks 25.0%"
+
+    shares: for each step, {CP size: its share}
+    """
     return ", ".join(
         f"{size} rank{'s' * (size > 1)} {mean(share.get(size, 0.0) for share in shares):.1%}"
         for size in sorted({size for share in shares for size in share})

@@ -1,4 +1,5 @@
-"""Draws a step with fixed and with dynamic CP: ranks against time, each pack a block coloured by its CP size.
+"""Draws a step with a fixed cp, and with dynamic CP: the x axis is time, the y axis is the rank, and each pack is a
+block whose colour shows its CP size.
 
 Decides panels, axes and colours.  All times are predictions of `packing/cp_grid.py`, not measurements.
 Importing this module without matplotlib (the extra `plot`) raises ImportError.
@@ -20,7 +21,7 @@ FILLER, IDLE, END = "#a6a6a6", "#e9e9e9", "#c00000"
 
 
 def draw_step(out: Path, loader: Loader) -> str:
-    """Writes the PNG file `out` of the first step of a run with dynamic CP.  Returns a line about it."""
+    """Draws the first step of a run with dynamic CP into the PNG file `out`.  Returns a line about the picture."""
     layout, cost = loader.layout, loader.cp_cost
     assert cost is not None
     grids = (fixed(loader.slots(0), layout.cp), loader.grid(0))
@@ -33,7 +34,7 @@ def draw_step(out: Path, loader: Loader) -> str:
 def drawn(
     fixed_packs: Sequence[TimedPack], dynamic: Sequence[TimedPack], *, num_ranks: int, cp_sizes: Sequence[int]
 ) -> Figure:
-    """The picture with both panels.  cp_sizes: in increasing order; the last is the fixed cp"""
+    """The picture with two panels.  cp_sizes: the CP sizes of packs in rising order; the last is the fixed cp"""
     cp, ends = cp_sizes[-1], [max(pack.end_ns for pack in packs) for packs in (fixed_packs, dynamic)]
     titles = (f"cp {cp}: every pack on {cp} ranks", f"dynamic CP: {ends[1] / max(1, ends[0]):.2f} of this time")
     figure = Figure(figsize=(10, 7), layout="constrained")
@@ -48,7 +49,7 @@ def drawn(
 
 
 def _panel(axes: Axes, title: str, packs: Sequence[TimedPack], num_ranks: int, cp_sizes: Sequence[int]) -> None:
-    """Draws a row for each rank, and a line at the end of the step."""
+    """Draws the packs of each rank in a row of their own, and a line at the end of the step."""
     end_s = max(1, *(pack.end_ns for pack in packs)) / 1e9
     busy_s = sum((pack.end_ns - pack.start_ns) * pack.cp_size for pack in packs) / 1e9
     axes.add_patch(Rectangle((0, 0), end_s, num_ranks, color=IDLE))
@@ -65,5 +66,6 @@ def _panel(axes: Axes, title: str, packs: Sequence[TimedPack], num_ranks: int, c
 
 
 def _shade(cp_size: int, cp_sizes: Sequence[int]) -> str:
-    """The colour of a CP size, darkest for the largest; with more than six sizes, the smallest share the lightest."""
+    """The colour of a CP size.  The largest has the darkest; if there are more sizes than colours, the smallest sizes
+    have the lightest."""
     return SHADES[max(0, len(SHADES) - len(cp_sizes) + cp_sizes.index(cp_size))] if cp_size > 1 else SHADES[0]

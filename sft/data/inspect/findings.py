@@ -1,13 +1,14 @@
 """Finds rows and samples that a user should look at before training, counts them, and names the first few.
 
-Decides which rows and samples count as unusable, too long, unlearnable, short, copied or unfinished.  A finding is not
-an error: the trainer uses such data, or leaves the data out if the recipe says so.  `report.py` words the findings.
+Decides which rows and samples count as unusable, too long, unsupervised, short, copied or unfinished.  A finding is not
+an error: the trainer uses such data, or leaves the data out if the recipe says so.  `report.py` has the words for each
+finding.
 
 One pass over the tokens of all samples finds similar samples, unfinished answers, and the longest answer.  Two samples
 are similar if their tokens are equal, or if their prompts are equal and their answers differ.  An answer that continues
 in the next window of its row is counted in that window.  Tokens are hashed while they are read, so each sample needs
-three digests of 16 bytes in memory, however long it is (blake2b: among a billion samples, the probability that any two
-share a digest is 1e-21).
+three digests of 16 bytes in memory, however long it is (blake2b: among a billion samples, the probability that two
+different ones share a digest is 1e-21).
 """
 
 from collections.abc import Sequence
@@ -49,6 +50,7 @@ class Finding:
 def finding(
     what: str, count: int, total: int, examples: Sequence[str], part: str = "train", of: str | None = None
 ) -> Finding:
+    """A finding with the first few of `examples`."""
     return Finding(what=what, part=part, count=count, total=total, examples=tuple(examples[:NUM_EXAMPLES]), of=of)
 
 
@@ -74,7 +76,10 @@ class Scan(NamedTuple):
 
 
 def scan(corpus: Corpus, ends_of_turn: Sequence[int], console: Console) -> Scan:
-    """Reads every token once.  Counts all unfinished turns, and keeps the ids of the first few samples with one."""
+    """Reads every token of a corpus once, and computes the digests and counts of a `Scan`.
+
+    ends_of_turn: ids of the tokens that can end a turn or a plain text
+    """
     digests = bytearray()
     num_runs = unfinished_runs = longest_run = longest_sample = 0
     unfinished: list[int] = []
@@ -101,8 +106,10 @@ def scan(corpus: Corpus, ends_of_turn: Sequence[int], console: Console) -> Scan:
 
 
 def _turns_of(sample: Sample) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Start, end and number of tokens of each run of supervised tokens.  Of a tree, what a text supervises is a run,
-    and start and end are those of its last part."""
+    """Start, end and number of tokens of each run of supervised tokens: three arrays int64 [runs].
+
+    In a tree, the tokens that one text supervises are a run; start and end are those of the last span of the text.
+    """
     if sample.tree is None:
         starts, ends = np.array(turns(sample.weights), dtype=np.int64).reshape(-1, 2).T
         return starts, ends, ends - starts
@@ -117,7 +124,10 @@ def _sample_lines(corpus: Corpus) -> np.ndarray:
 
 
 def _digests(sample: Sample, starts: np.ndarray, ends: np.ndarray, *, has_prompt: bool) -> bytes:
-    """The digests of all tokens, of the prompt and of the opening, concatenated; of a tree, those of its first text."""
+    """The three digests of a sample, concatenated, in the order of `Scan`.
+
+    The prompt and the opening of a tree are those of its first text.
+    """
     if sample.tree is not None and has_prompt:
         in_sample = text_positions(sample.tree, 0)
         _, first, stop = sample.tree.spans[0].tolist()
@@ -136,7 +146,7 @@ def _digests(sample: Sample, starts: np.ndarray, ends: np.ndarray, *, has_prompt
 
 
 def copies(digests: np.ndarray) -> np.ndarray:
-    """int64 [k, 2]: each sample that equals an earlier one, and the first sample that it equals.
+    """int64 [k, 2]: the index of each digest that equals an earlier digest, and the index of the first equal digest.
 
     a b a c a -> (2, 0), (4, 0)
     """
@@ -147,7 +157,8 @@ def copies(digests: np.ndarray) -> np.ndarray:
 
 
 def other_answers(prompts: np.ndarray, openings: np.ndarray) -> np.ndarray:
-    """Pairs as in `copies`: samples whose prompt an earlier sample has, but whose first answer is new for this prompt.
+    """int64 [k, 2]: each sample whose prompt equals that of an earlier sample, but whose first answer is new for this
+    prompt, and the first sample with this prompt.
 
     prompts p p q p, openings pa pb qa pa -> (1, 0); sample 3 is not listed, because it has the answer of sample 0
     """
@@ -156,7 +167,7 @@ def other_answers(prompts: np.ndarray, openings: np.ndarray) -> np.ndarray:
 
 
 def of_rows(data: DataSet, config: DataConfig) -> list[Finding]:
-    """Findings about rows that were skipped, and rows whose padded length exceeds seq_length."""
+    """Findings about rows that were skipped, and about rows whose padded length exceeds data.seq_length."""
     reports = [data.corpus.row_reports[path] for path in data.paths]
     num_rows, num_skipped = sum(report.rows for report in reports), sum(report.rows_skipped for report in reports)
     num_used = sum(map(len, data.rows))
@@ -187,10 +198,10 @@ def of_template(data: DataSet) -> list[Finding]:
 
 
 def of_samples(corpus: Corpus, scanned: Scan, supervise: str) -> list[Finding]:
-    """Findings about tokens and masks of samples.
+    """Findings about samples without supervised tokens, short answers, unfinished turns, and similar samples.
 
-    For a window, the supervised labels of its whole row decide whether its answers are short.  With supervise = all,
-    unfinished turns are not counted, because nothing separates a turn from the next.
+    Whether a window has short answers depends on the supervised labels of its whole row.  With supervise = all,
+    unfinished turns are not counted, because the mask does not show where a turn ends.
     """
     lines, total = _sample_lines(corpus), len(corpus)
     answered = np.where(lines["windows"] > 1, lines["full_supervised"], lines["supervised"])
@@ -208,8 +219,8 @@ def of_samples(corpus: Corpus, scanned: Scan, supervise: str) -> list[Finding]:
 
 
 def of_held_out(data: DataSet, scanned: Scan, train: Corpus, trained: Scan) -> list[Finding]:
-    """Findings about texts that the chat template omits from a held-out set, and about held-out samples that training
-    data contain: with the same tokens, or with the same prompt and another answer."""
+    """Findings about a held-out set: texts that the chat template omits, samples that are also in the training data,
+    and samples whose prompt is in the training data with another answer."""
     same, alike = _shared(scanned.wholes, trained.wholes), _shared(scanned.prompts, trained.prompts)
     alike = alike[~np.isin(alike[:, 0], _shared(scanned.openings, trained.openings)[:, 0])]
     corpus, part = data.corpus, data.part
@@ -221,7 +232,10 @@ def of_held_out(data: DataSet, scanned: Scan, train: Corpus, trained: Scan) -> l
 
 
 def _shared(held_out: np.ndarray, train: np.ndarray) -> np.ndarray:
-    """Pairs of equal digests, (held-out, training), int64 [k, 2]: held out c a, training a b -> (1, 0)"""
+    """int64 [k, 2]: the index of each held-out digest that is also a training digest, and the index of the latter.
+
+    held out c a, training a b -> (1, 0)
+    """
     pairs = copies(np.concatenate([train, held_out])) - np.array([len(train), 0])
     return pairs[(pairs[:, 0] >= 0) & (pairs[:, 1] < len(train))]
 
@@ -231,5 +245,5 @@ def _names(corpus: Corpus, ids: Sequence[int] | np.ndarray) -> list[str]:
 
 
 def _pairs(corpus: Corpus, other: Corpus, pairs: np.ndarray) -> list[str]:
-    """The names of pairs of samples: `a.jsonl:7 = a.jsonl:1`"""
+    """The names of the first few pairs of samples: `a.jsonl:7 = a.jsonl:1`"""
     return [f"{corpus.name(int(i))} = {other.name(int(j))}" for i, j in pairs[:NUM_EXAMPLES]]

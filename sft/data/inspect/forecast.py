@@ -1,7 +1,7 @@
-"""Summarises the plan of a run without a GPU: `sft data plan`.
+"""Summarises the plan of a run without a GPU, for `sft data plan`.
 
-Decides which numbers of a plan are printed, and computes upper limits of the balance of any assignment (`bounds`).
-The packs come from a `Loader`, so a run trains on the same packs.  Reads only lengths, no samples.
+Decides which numbers of a plan are printed.  Also computes the best balance that any assignment of samples to ranks can
+reach (`bounds`).  The packs come from a `Loader`, so a run trains on the same packs.  Reads only lengths, no tokens.
 """
 
 import math
@@ -24,20 +24,20 @@ from sft.layers.flops import AttentionCost
 from sft.parallel.alignment import smallest_world
 from sft.parallel.shapes import SampleSizes, padded
 
-LOOKED_AT = 50  # number of global batches, spread over the epoch, whose balance is computed
+LOOKED_AT = 50  # number of global batches whose balance is computed, at equal distances in the epoch
 LIMITED = 0.95  # if no assignment can reach this efficiency, the forecast suggests a larger cp
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Upper limits of dp efficiency (mean cost of a rank / largest cost) for any assignment; 1 means no limit.
+    """Upper limits of dp efficiency (mean cost of a rank / largest cost of a rank) for any assignment.  1: no limit
 
-    longest     one rank computes at least the longest sequence:  total cost / (dp * cost of the longest sequence)
-    full        like `longest`, but this rank also computes the tokens that do not fit into the packs of other ranks
+    longest     one rank computes the costliest sequence:  total cost / (dp * cost of the costliest sequence)
+    full        this rank also computes the tokens that do not fit into the packs of other ranks
     microbatch  the limit if ranks wait for each other after every microbatch
 
-    The longest sequence costs 100, all together cost 400, dp 8 -> longest 400 / (8 * 100) = 0.5.  Only a larger cp
-    helps: dp becomes smaller, and more ranks share the longest sequence.
+    The costliest sequence costs 100, all sequences cost 400, dp 8 -> longest 400 / (8 * 100) = 0.5.  Only a larger cp
+    raises the limit: dp becomes smaller, and more ranks share this sequence.
     """
 
     longest: float
@@ -46,7 +46,7 @@ class Bounds:
 
 
 def forecast(config: Config, loader: Loader) -> dict[str, list[str]]:
-    """Lines about the first epoch: {topic: lines to print}"""
+    """The lines of `sft data plan` about the first epoch: {topic: lines}"""
     corpus, plan = loader.corpus, loader.plans.plan(0)
     lines = {
         "packs": _packs(config, plan, corpus),
@@ -60,7 +60,8 @@ def forecast(config: Config, loader: Loader) -> dict[str, list[str]]:
 
 
 def write_run(path: Path, config: Config, loader: Loader) -> str:
-    """Writes the plans of all epochs of a run to `path`.  Returns a line with the numbers of batches and epochs."""
+    """Writes the plans of all epochs of a run to `path`, for data.plan.  Returns a line with the numbers of batches and
+    epochs."""
     num_steps, batch_size = config.train.num_steps or 1, loader.layout.global_batch_size
     loader.plans.check_work(config.train.num_epochs or -(-num_steps // loader.plans.steps_per_epoch(0)))
     epochs = config.train.num_epochs or 1 + loader.plans.locate(num_steps - 1)[0]
@@ -72,7 +73,7 @@ def write_run(path: Path, config: Config, loader: Loader) -> str:
 
 
 def _packs(config: Config, plan: PackingPlan, corpus: Corpus) -> list[str]:
-    """Lines about packs and the use of their capacity; the shares add up to 1."""
+    """Lines about packs, and about the shares of their capacity that tokens and each kind of padding take."""
     packs, size, batch = len(plan), config.data.seq_length, config.train.global_batch_size
     missing = -packs % batch
     capacity = (packs + missing) * size
@@ -172,7 +173,8 @@ def _limits(loader: Loader, step: int, dp: int) -> Bounds:
 
 
 def _larger_cp(config: Config, loader: Loader, looked_at: list[int]) -> str:
-    """Advice: the next larger cp with which `Bounds.full` is at least LIMITED.  tp, pp and world size stay the same."""
+    """A line of advice: the next larger cp with which `Bounds.full` is at least LIMITED, with the same tp, pp and world
+    size."""
     advice, layout = "no larger cp that fits would help", loader.layout
     ranks = layout.world_size // smallest_world(config) * layout.cp  # dp * cp
     for cp in range(2 * layout.cp, ranks + 1, layout.cp):
@@ -200,7 +202,10 @@ def bounds(
     doc_multiple: int,
     attention: AttentionCost,
 ) -> Bounds:
-    """The limits for the sequences of one global batch, on dp ranks with num_microbatches packs each."""
+    """The limits for the sequences of one global batch on dp ranks with num_microbatches packs each.
+
+    lengths: the sizes of the n sequences, without padding
+    """
     sizes = padded(lengths, doc_multiple)
     work = costs(lengths, doc_multiple=doc_multiple, attention=attention)
     total, longest = int(work.sum()), int(work.argmax())
@@ -214,12 +219,13 @@ def bounds(
 
 
 def _rest_of_its_rank(sizes: np.ndarray, squares: np.ndarray, longest: int, least: int) -> int:
-    """The least cost of all other sequences on the rank with the longest sequence, if the rank takes `least` tokens.
+    """A lower limit of the cost of the further sequences on the rank with the costliest sequence.
 
-    sizes, squares  int64 [n]: padded tokens and attention cost of each sequence
-    longest         index of the longest sequence
+    sizes, squares  int64 [n]: padded tokens, and attention cost, of each sequence
+    longest         index of the costliest sequence
+    least           number of tokens that this rank takes at least, because the packs of other ranks are full
 
-    The other tokens cost 1 each.  Attention costs least if they are the sequences with the least attention per token.
+    A token costs 1 without attention.  Attention costs least for the sequences with the least attention per token.
     """
     tokens = max(0, least - int(sizes[longest]))
     cheapest = np.argsort(squares / sizes, kind="stable")
@@ -236,13 +242,16 @@ def _cost_of_rows(
     seq_length: int,
     attention: AttentionCost,
 ) -> float:
-    """A lower limit of the time of all rows of packs, if a row takes as long as its costliest pack.
+    """A lower limit of the time of a step whose ranks wait for each other after every microbatch.
 
-    shape  number of rows (microbatches), and of packs in a row (dp)
+    The packs of one microbatch on all ranks are a row; a row takes as long as its costliest pack.
+
+    lengths, sizes, work  [n]: tokens, padded tokens and cost of each sequence
+    shape                 number of rows (microbatches), and number of packs in a row (dp)
 
     Two sequences longer than half a pack never share a pack.  So if there are k such sequences, the k-th costliest pack
-    costs at least as much as the k-th costliest of them, which among trees need not be the k-th longest.  A pack costs
-    at most as much as one that is full of sequences of the length of its longest.
+    costs at least as much as the k-th costliest of these sequences.  A pack costs at most as much as a full pack of
+    sequences as long as its longest.
     """
     count = shape[0] * shape[1]
     order = np.argsort(-lengths, kind="stable")[:count]

@@ -1,7 +1,8 @@
-"""Draws a survey: lengths of rows, the share of rows that fit uncut, and the supervised share of each file.
+"""Draws a survey in three panels: the lengths of rows, the share of rows that fit uncut, and the supervised share of
+each file.
 
-If data.train names sources, the picture shows sources instead of files.  Decides panels, axes and colours.  Importing
-this module without matplotlib (the extra `plot`) raises ImportError.
+If data.train names sources, the picture shows sources instead of training files.  Decides panels, axes and colours.
+Importing this module without matplotlib (the extra `plot`) raises ImportError.
 """
 
 from pathlib import Path
@@ -26,7 +27,7 @@ _RECIPE = "#d62728"
 
 
 def draw(survey: Survey, out: Path) -> None:
-    """Writes the PNG file `out`."""
+    """Draws the survey into the PNG file `out`."""
     bars = _shown(survey)
     heights = [3.2, 3.2, 0.8 + 0.32 * len(bars)]  # inches
     figure = Figure(figsize=(11, sum(heights) + 1), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
@@ -44,7 +45,10 @@ def draw(survey: Survey, out: Path) -> None:
 
 
 def _lengths(axes: Axes, survey: Survey) -> None:
-    """Draws stacked bars of the training files or sources; the smallest files or sources share one colour."""
+    """Draws the number of rows by length: stacked bars, one colour for each training file or source.
+
+    The smallest files or sources share one colour if there are more than colours.
+    """
     shown = sorted(_trained(survey), key=lambda counts: -counts.rows)
     buckets = survey.total.histogram
     starts = np.log2([bucket.at_least for bucket in buckets])
@@ -95,7 +99,7 @@ def _share(axes: Axes, bars: list[FileCounts], kind: str) -> None:
 
 
 def _shown(survey: Survey) -> list[FileCounts]:
-    """The files or sources in the lowest panel: all of them, or the largest if there are many."""
+    """The files or sources in the lowest panel: all, or the 16 with the most tokens."""
     bars = [*_trained(survey), *(counts for counts in survey.files if counts.part != "train")]
     return bars if len(bars) <= _MOST_BARS else sorted(bars, key=lambda counts: -counts.tokens)[:_MOST_BARS]
 
@@ -109,12 +113,12 @@ def _kind(survey: Survey) -> str:
 
 
 def _name(counts: FileCounts) -> str:
-    """The name of a source, or of a file without a source."""
+    """The name of the source; for a file without a source, the name of the file."""
     return counts.source or counts.name
 
 
 def _token_axis(axes: Axes, survey: Survey) -> None:
-    """Sets the x axis of a panel with tokens: base-2 logarithms, labelled 512, 1K, 2K, ...; marks the seq_length.
+    """Gives a panel an x axis in tokens, logarithmic with labels 512, 1K, 2K, ..., and marks data.seq_length.
 
     The legend is right of the panel, because curves and bars could cross a legend inside the panel.
     """

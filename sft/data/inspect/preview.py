@@ -1,4 +1,4 @@
-"""Cuts the text of a sample into pieces, each either supervised or context.
+"""Cuts the text of a sample into pieces, each of which is supervised or context.
 
 Decides which pieces are shown, and how much of each.  Both ends of a long piece are shown, so the text around each
 boundary between context and answer is visible.  `report.py` formats the pieces.
@@ -18,8 +18,10 @@ _FIRST_PIECES, _LAST_PIECES = 8, 4
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRun:
-    """Neighbouring tokens that are all supervised or all context.  A gap stands for tokens that are not shown; a gap
-    with a text is the beginning of a branch."""
+    """Consecutive tokens that are all supervised or all context.
+
+    is_gap: this piece stands for tokens that are not shown; with a text, it marks the beginning of a branch
+    """
 
     text: str
     is_supervised: bool
@@ -29,8 +31,12 @@ class TokenRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Preview:
-    """The pieces of one sample.  name: its row and window; why it was chosen: `first`, `longest answer`, or both; tree:
-    the lines of a picture of its tree."""
+    """The pieces of one sample.
+
+    name  the name of its row and window
+    why   why it was chosen: `first`, `longest answer`, or both
+    tree  the lines of a picture of its tree
+    """
 
     name: str
     why: str
@@ -41,9 +47,9 @@ class Preview:
 
 
 def preview(sample: Sample, name: str, why: str, tokenizer: ChatTokenizer) -> Preview:
-    """The preview of a sample: at most the first 8 and the last 4 pieces, and 200 characters at each end of a piece.
+    """The preview of a sample: at most its first 8 and its last 4 pieces, with 200 characters at each end of a piece.
 
-    Gaps stand for all else.
+    A gap stands for each part that is not shown.
 
     user "a", assistant "b", byte tokenizer ->
     "<|im_start|>user\\na<|im_end|>\\n<|im_start|>assistant\\n", then supervised "b<|im_end|>", then "\\n"
@@ -68,7 +74,7 @@ def preview(sample: Sample, name: str, why: str, tokenizer: ChatTokenizer) -> Pr
 
 
 def _pieces(sample: Sample, start: int, end: int, tokenizer: ChatTokenizer) -> list[TokenRun]:
-    """The tokens from start to end as one piece, or as two pieces with a gap between them, after a gap for a branch."""
+    """The pieces of the tokens from start to end.  If a branch begins at start, a gap with a text comes first."""
     if sample.tree is not None and start and start in sample.tree.starts:
         depth = int(sample.tree.branches.depths[sample.tree.starts.searchsorted(start)])
         branch = TokenRun(text=f"branch after {depth:,} tokens", is_supervised=False, tokens=0, is_gap=True)
@@ -85,7 +91,7 @@ def _tokens(sample: Sample, start: int, end: int, tokenizer: ChatTokenizer) -> l
     # Show as many whole tokens as fit into _CHARACTERS; most tokens have about four characters.
     while reach > 1 and max(len(tokenizer.decode(part)) for part in (tokens[:reach], tokens[-reach:])) > _CHARACTERS:
         reach = reach * 3 // 4
-    # A character of several tokens that was cut decodes to U+FFFD, which is not shown.
+    # If the cut splits a character that consists of several tokens, the rest decodes to U+FFFD, which is not shown.
     head, tail = tokenizer.decode(tokens[:reach]).rstrip("\ufffd"), tokenizer.decode(tokens[-reach:]).lstrip("\ufffd")
     return [
         TokenRun(text=head, is_supervised=is_supervised, tokens=reach),

@@ -1,6 +1,6 @@
 """Formats a survey as text: tables, bars, findings, and samples with supervised text in green.
 
-Decides the layout, and the words for each finding.  The caller decides whether to use colour; without colour, [[ ]]
+Decides the layout, and the words for each finding.  The caller decides whether text is coloured; without colour, [[ ]]
 encloses supervised text.  `survey.py` gathers the facts.
 """
 
@@ -23,7 +23,7 @@ _GLUE = "\N{NO-BREAK SPACE}"  # keeps `a = b` on one line
 _GREEN, _DIM, _BOLD, _RESET = "\x1b[32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
 _SIGNS = {"\n": "⏎\n", "\t": "⇥", "\r": "\\x0d"}
 
-# How the tokenizer determines which tokens are supervised.
+# How loss masks are made, by `TokenizerFacts.masks`.
 _MASKS = {
     "built in": "written by the built-in ChatML template, which marks the assistant's text",
     "sources of characters": "known for each character: each comes from a message or from the template",
@@ -80,7 +80,7 @@ def survey_lines(survey: Survey, *, color: bool) -> Iterator[str]:
 
 
 def preview_lines(preview: Preview, *, color: bool) -> Iterator[str]:
-    """The lines of one sample.  Without colour:
+    """The lines of the preview of one sample.  Without colour:
 
     a.jsonl:1 (first): 23 tokens, 2 supervised
       <|im_start|>user⏎
@@ -157,7 +157,8 @@ def _files(survey: Survey) -> Iterator[str]:
 
 
 def _losses(counts: FileCounts) -> Iterator[str]:
-    """Lines about rows of a file that data.over_long or data.on_bad_row changes or drops."""
+    """Lines about rows of a file of which not every token becomes one sample: trees, packed rows, padding, windows,
+    cut, dropped and skipped rows, and texts that the chat template leaves out."""
     name = _file(counts)
     if counts.trees:
         saved = describe_trees(counts.trees, counts.texts, counts.tokens_rendered, counts.tokens_of_trees)
@@ -178,7 +179,7 @@ def _losses(counts: FileCounts) -> Iterator[str]:
     ):
         if tokens:
             share = percent(tokens, counts.full_tokens)
-            # Windowed rows may lose prompt tokens too; the number of such rows is unknown.
+            # Windowed rows also lose tokens; the number of windowed rows that do is unknown.
             where = "" if verb == "cuts" and counts.rows_windowed else f" of {_rows(rows)}"
             yield f"{name}: data.over_long {verb} {tokens:,} tokens ({share} of all, {supervised:,} supervised){where}"
     if counts.rows_skipped:
@@ -210,8 +211,8 @@ def _lengths(total: FileCounts) -> Iterator[str]:
 
 
 def _retention(survey: Survey) -> Iterator[str]:
-    """The lines of the retention table.  Leaves out sizes that hold no more rows than the next smaller size, except the
-    recipe's seq_length."""
+    """The lines of the retention table.  Leaves out a size that holds as many rows as the next smaller size, unless it
+    is the recipe's seq_length."""
     points = survey.retention
     held_before = [-1, *(point.rows for point in points)]
     shown = [p for p, held in zip(points, held_before, strict=False) if p.is_recipe or p.rows > held]
@@ -294,5 +295,5 @@ def _marked(text: str, *, is_supervised: bool, color: bool) -> str:
 
 
 def _shown(piece: TokenRun) -> str:
-    """The text of a piece; for a gap, its number of tokens, or what begins there."""
+    """The text of a piece.  For a gap: its number of tokens, or the text that marks a branch."""
     return f"\n[{piece.text or f'... {piece.tokens:,} tokens ...'}]\n" if piece.is_gap else visible(piece.text)

@@ -4,9 +4,9 @@ Plain texts and rows that already are token ids have no messages; only their num
 ignored.
 
 The text of a message is its content and its tool calls as JSON, without the turn delimiters that the template adds.
-With the byte tokenizer, all tokens of a text are counted.  With other tokenizers, tokens are estimated: all characters
-are counted, and only messages of evenly spaced chats are tokenised.  Tokenising all rows would double the work of
-`prepare`.
+With the byte tokenizer, all tokens of a text are counted.  With other tokenizers, tokens are estimated from the number
+of all characters, and from the tokens of the messages of about 2,000 evenly spaced chats.  Tokenising all rows would
+double the work of `prepare`.
 """
 
 from collections.abc import Iterator
@@ -32,8 +32,9 @@ _TOKENISED_AT_LEAST = 100  # messages of each role, so rare roles have an estima
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """Counts of the messages of one role.  `tokens` counts only the texts of messages.
+    """Counts of the messages of one role.
 
+    tokens            tokens of the texts of messages, without turn delimiters
     supervised_share  share of these texts that is supervised, in characters (with the byte tokenizer in bytes)
     """
 
@@ -45,7 +46,7 @@ class Role:
 
 
 class MessageCounts(NamedTuple):
-    """Counts of messages.  is_exact: whether tokens were counted, not estimated from characters."""
+    """Counts of messages.  is_exact: whether tokens were counted; False: they were estimated from characters"""
 
     roles: tuple[Role, ...]
     is_exact: bool
@@ -73,7 +74,7 @@ def count_messages(data: DataSet, tokenizer: ChatTokenizer, supervise: Supervise
             weights = weights_of_turns(answered, supervise)
             for i, message in enumerate(answered.messages):
                 if answered is not chat and message in chat.messages[i : i + 1]:
-                    continue  # of the prompt
+                    continue  # this message of the prompt was counted with the first completion
                 role, text = message["role"], _text(message)
                 is_trained = weights.get(i, float(supervise == "all")) > 0
                 counters[role].add(text, tokenizer, is_trained=is_trained, is_chosen=num_chats % stride == 0)
@@ -142,7 +143,7 @@ class _RoleCounter:
 
 
 def _rows(data: DataSet, console: Console) -> Iterator[tuple[DataFile, int, Chat | PlainText | Tokenized]]:
-    """Path, row number and content of every row of the files that was not skipped."""
+    """Yields path, row number and content of every row of the files that is in the store."""
     numbers = [np.unique(rows["row"]) for rows in data.rows]  # rising; a packed row has several lines
     with console.track("reading rows", sum(map(len, numbers)), "rows") as progress:
         for path, used in zip(data.paths, numbers, strict=True):

@@ -3,8 +3,8 @@
 Decides which rows or samples each count covers.  Lengths, histogram and retention cover uncut rows.  Samples, tokens,
 copies and previews cover the training samples: data.over_long is applied, and every window is a sample.  Each named
 source has counts over all its files.  The shares of a mixture are not applied (`sft data plan` applies them).
-Held-out files are counted and compared with data.train; all other results cover data.train only.
-If the trainer would refuse over-long rows, the survey covers uncut samples and contains the trainer's error message.
+Held-out files are counted and compared with data.train; all other results cover data.train only.  If the trainer
+would refuse rows that are too long, the survey covers uncut samples and contains the trainer's error message.
 
 `report.py` and `picture.py` decide how a survey looks.
 """
@@ -34,7 +34,7 @@ _NO_LIMIT = 1 << 40
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFacts:
-    """The facts about a tokenizer and its template: ends of turns, padding, and the method that makes loss masks."""
+    """The facts about a tokenizer and its template that decide ends of turns, padding and loss masks."""
 
     name: str
     vocab_size: int
@@ -44,12 +44,12 @@ class TokenizerFacts:
     eos: str | None  # null for the byte tokenizer, which has no EOS token
     eos_id: int | None
     pad_id: int
-    masks: str  # `built in`, `sources of characters`, or `no template`
+    masks: str  # how loss masks are made: `built in`, `sources of characters`, or `no template`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """All facts about the data, as the JSON output contains them."""
+    """All facts about the data; `sft data inspect --json` prints these fields."""
 
     schema: int
     recipe: str
@@ -123,10 +123,10 @@ def take_survey(
 def _prepare_any(
     part: str, inputs: list[Input], data: DataConfig, tokenizer: ChatTokenizer, cache_dir: Path, console: Console
 ) -> tuple[DataSet, str | None]:
-    """Returns the data set that training would use, and None.
+    """Returns a data set, and the error message with which training would refuse the data; None if it would not.
 
-    If training refuses the data: a data set, and the error message.  If rows are too long for training, the data set
-    contains these rows uncut.  Texts that a chat template omits do not stop the survey.
+    If rows are too long for training, the data set contains all rows uncut.  Texts that a chat template omits do not
+    stop the survey, whatever data.on_omitted is.
     """
     sources = data.train_names if part == "train" else None
     reporting = data.model_copy(update={"on_omitted": "report"})
@@ -134,7 +134,7 @@ def _prepare_any(
     try:
         corpus = prepare(inputs, reporting, tokenizer, cache_dir, console, sources)
     except DataError as error:
-        # Some or all rows are too long.  If the error has another cause, the second `prepare` raises it again.
+        # If rows are too long, the second `prepare` accepts them.  If the error has another cause, it raises it again.
         console.say("training would refuse these data; tokenising them again without a length limit")
         whole = reporting.model_copy(update={"seq_length": _NO_LIMIT, "over_long": "error"})
         corpus, refused = prepare(inputs, whole, tokenizer, cache_dir, console, sources), str(error)
@@ -147,9 +147,9 @@ def _prepare_any(
 
 
 def whole_rows(table: np.ndarray) -> np.ndarray:
-    """LINE [rows]: the first line of each row, which contains the row's uncut length; skipped rows have no line.
+    """LINE [rows]: of a store's table, the first line of each row, which contains the row's uncut length.
 
-    Each document of a packed row counts as a row.
+    Each document of a packed row counts as a row.  Skipped rows have no line.
 
     windows 1 1 2 3 0 1 of rows 1 2 2 2 3 4  ->  the lines with windows 1 1 0 1, of rows 1 2 3 4
     """
@@ -157,7 +157,7 @@ def whole_rows(table: np.ndarray) -> np.ndarray:
 
 
 def tokenizer_facts(tokenizer: ChatTokenizer) -> TokenizerFacts:
-    """The facts about a recipe's tokenizer."""
+    """The facts about a tokenizer and its chat template."""
     ends: tuple[int, ...] = ()
     eos, eos_id, masks = None, None, "no template"
     if isinstance(tokenizer, ByteTokenizer):
@@ -183,7 +183,7 @@ def tokenizer_facts(tokenizer: ChatTokenizer) -> TokenizerFacts:
 
 
 def _previews(corpus: Corpus, scanned: Scan, tokenizer: ChatTokenizer, num_first: int) -> Iterator[Preview]:
-    """Previews of the first `num_first` samples and of the sample with the longest answer; none if num_first is 0."""
+    """Yields previews of the first `num_first` samples and of the sample with the longest answer; none if it is 0."""
     chosen = {sample_id: "first" for sample_id in range(min(num_first, len(corpus)))}
     if num_first:
         is_first = scanned.longest_sample in chosen

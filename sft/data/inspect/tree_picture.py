@@ -1,4 +1,4 @@
-"""Draws the tree of a sample as text: a line for each document, at the position of its first token.
+"""Draws the tree of a sample as text: a line for each document, indented by the document's depth.
 
     ----##---##---##      1,240 tokens
         ####              420 tokens
@@ -17,8 +17,10 @@ _WIDTH, _MOST = 60, 20
 
 
 def picture(sample: Sample) -> Iterator[str]:
-    """The lines of a sample's tree; none without a tree.  # stands for tokens of which some are supervised, - for
-    context."""
+    """Yields the lines of a sample's tree; none if it has no tree.
+
+    A # stands for tokens of which some are supervised, a - for tokens of which none is.
+    """
     if sample.tree is None:
         return
     starts, depths = sample.tree.starts, sample.tree.branches.depths

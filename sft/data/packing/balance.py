@@ -7,10 +7,10 @@ assignment.
 
 The cost of a sequence is padded_tokens + attention(length).  The unit is a token's computation outside attention.
 attention(length) is length ** 2 / crossover, and less in layers with a sliding window (`flops.AttentionCost`).
-`efficiency` measures the balance; the optimum is 1:
+`efficiency` measures the balance; the best value is 1:
 
     per step        mean cost of a rank / largest cost of a rank; a step ends when the slowest rank has finished
-    per microbatch  this ratio if ranks wait for each other after every microbatch, like those of a group of experts
+    per microbatch  the same ratio if ranks wait for each other after every microbatch, as with expert parallelism
 
 The method has these steps:
 
@@ -35,14 +35,14 @@ from sft.parallel.shapes import SampleSizes, attention_cost, padded
 
 Slots = list[list[tuple[int, ...]]]  # sample ids by rank and microbatch
 
-# Shares of the mean cost of a rank.  Exchanges end if no rank exceeds the mean by more than BALANCED, and no exchange
-# moves less than BALANCED / 2.  Single sequences are assigned only if a rank exceeds the mean by more than
+# Shares of the mean cost of a rank.  Exchanges end when no rank exceeds the mean by more than BALANCED.  An exchange
+# must move more than BALANCED / 2.  Single sequences are assigned only if a rank exceeds the mean by more than
 # REASSIGN_ABOVE.
 BALANCED = 0.002
 REASSIGN_ABOVE = 0.01
 NUM_PARTNERS, NUM_PAIRS = 6, 16  # ranks that the costliest rank tries to exchange with, and pairs of packs per rank
 MAX_SPLITS = 400  # splits of pairs of packs in each balancing of ranks or rows; limits the time
-FILL = 0.999  # share of a rank's capacity that single sequences may take: they rarely fill packs exactly
+FILL = 0.999  # share of a rank's capacity that single sequences may take, because they rarely fill packs exactly
 
 
 def costs(lengths: SampleSizes, *, doc_multiple: int, attention: AttentionCost) -> np.ndarray:
@@ -63,14 +63,18 @@ def assign(
     attention: AttentionCost,
     meets: bool = False,
 ) -> Slots:
-    """Sample ids by rank and microbatch, so that `dp` ranks have balanced costs.  Some of the packs may be empty.
+    """Assigns the samples of `packs` to slots so that `dp` ranks have balanced costs.  Returns sample ids by rank and
+    microbatch.
 
-    meets: whether all ranks wait for each other in every microbatch; then rows are balanced, and not ranks (`level.py`)
+    packs    sample ids of the dp x num_microbatches packs of a global batch; packs may be empty
+    lengths  sizes of all samples of the corpus, by sample id
+    meets    whether all ranks wait for each other in every microbatch.  Then rows are balanced, not ranks (`level.py`)
 
     Costs 8 1 7 2, two ranks:                     packs (0,) (1,) (2,) (3,) -> [[(0,), (1,)], [(2,), (3,)]]
     Costs 9 1 1 1 of sizes 3 1 1 1, two ranks:    packs (0,) (1, 2, 3)      -> [[(0,)], [(1, 2, 3)]], the best possible
 
-    The largest cost of a rank is never higher than in a round robin, where pack k is microbatch k // dp of rank k % dp.
+    Without `meets`, the largest cost of a rank is never higher than in a round robin, where pack k is microbatch
+    k // dp of rank k % dp.
     """
     round_robin = [[tuple(pack) for pack in packs[rank::dp]] for rank in range(dp)]
     ids = np.array([i for pack in packs for i in pack], dtype=np.int64)
@@ -119,8 +123,8 @@ class _Batch:
         self._splitter = PairSplitter(sizes, costs, limit)
 
     def assign_packs(self) -> None:
-        """Assigns packs in rows of dp, costliest first.  In each row, every rank gets one pack, and a costlier pack
-        goes to a rank with less cost so far."""
+        """Assigns packs in rows of dp packs, costliest first.  In each row, every rank gets one pack; the costliest
+        pack goes to the rank with the least cost so far."""
         dp = len(self.ranks)
         self.ranks, self.load = [[] for _ in range(dp)], [0] * dp
         order = sorted(range(len(self.packs)), key=lambda k: (-self.cost[k], k))
@@ -153,8 +157,10 @@ class _Batch:
         return True
 
     def _sequences_of_ranks(self) -> list[list[int]] | None:
-        """The sequences of each rank: every sequence, costliest first, goes to the rank with the least cost among those
-        with room for it.  None if a sequence fits no rank."""
+        """Assigns each sequence, costliest first, to the rank with the least cost among the ranks with room for it.
+
+        Returns the sequences of each rank; None if a sequence fits on no rank.
+        """
         of_ranks: list[list[int]] = [[] for _ in self.ranks]
         left = [int(len(rank) * self._limit * FILL) for rank in self.ranks]
         least = [(0, rank) for rank in range(len(self.ranks))]
@@ -173,8 +179,11 @@ class _Batch:
         return of_ranks
 
     def _packed(self, sequences: list[int], count: int) -> list[list[int]] | None:
-        """Packs the sequences, longest first, into `count` packs.  Each sequence goes into the pack with the least cost
-        that has room.  If a sequence finds no room, all are packed again by best fit; None if this fails, too."""
+        """Packs the sequences in their order into `count` packs.  Each goes into the pack with room that costs least.
+
+        If a sequence finds no room, all are packed again, each into the fullest pack with room (best fit).  None if
+        they do not fit so either.
+        """
         for by_cost in (True, False):
             packs: list[list[int]] = [[] for _ in range(count)]
             left, cost = [self._limit] * count, [0] * count
@@ -192,7 +201,8 @@ class _Batch:
         return None
 
     def balance_ranks(self) -> None:
-        """Exchanges sequences between the costliest rank and one of the cheapest, while this is needed and helps."""
+        """Exchanges sequences between the costliest rank and one of the cheapest, until the ranks are balanced, no
+        exchange helps, or MAX_SPLITS splits were tried."""
         budget = self._splitter.num_splits + MAX_SPLITS
         while self._splitter.num_splits < budget:
             heavy = max(range(len(self.load)), key=lambda rank: (self.load[rank], -rank))
@@ -203,10 +213,8 @@ class _Batch:
                 return
 
     def _relieve(self, heavy: int, light: int) -> bool:
-        """Exchanges sequences of two packs, to bring rank `heavy` or `light` as near to the mean cost as possible.
-
-        Returns whether an exchange was made.
-        """
+        """Exchanges sequences of a pack of rank `heavy` and a pack of rank `light`, to bring one of the two ranks as
+        near to the mean cost as possible.  Returns whether an exchange was made."""
         excess = self.load[heavy] - self.load[light]
         wanted = int(min(self.load[heavy] - self._mean, max(self._mean - self.load[light], excess / 2)))
         good = max(wanted / 4, self._mean * BALANCED / 2)
@@ -243,7 +251,7 @@ class _Batch:
         return True
 
     def balance_rows(self) -> None:
-        """Splits two packs of a rank anew if this lowers the sum of the rows' largest costs.
+        """Distributes the sequences of two packs of a rank anew where this lowers the sum of the rows' largest costs.
 
         Row j holds the j-th costliest pack of every rank.  The cost of a rank does not change.
         """
@@ -260,8 +268,8 @@ class _Batch:
                 balanced.add(j)
 
     def _balance_row(self, rows: np.ndarray, j: int) -> bool:
-        """Lowers the largest cost of row j: distributes the sequences of its costliest pack and another pack of the
-        same rank anew.  Returns whether this lowered the sum of the rows' largest costs."""
+        """Tries to lower the largest cost of row j: distributes the sequences of its costliest pack and of another pack
+        of the same rank anew.  Returns whether this lowered the sum of the rows' largest costs."""
         rank = int(rows[:, j].argmax())
         largest, packs = rows.max(axis=0), self.ranks[rank]
         allowed = largest - rows[rank]
@@ -282,7 +290,7 @@ class _Batch:
         return False
 
     def level_rows(self) -> None:
-        """Balances rows by exchanges between all packs, whatever this does to the cost of ranks."""
+        """Balances rows by exchanges between all packs, even if the costs of ranks become less balanced."""
         self.packs = level(self.packs, self._costs, self._splitter, len(self.ranks))
         self.cost = [self._cost(pack) for pack in self.packs]
         self.assign_packs()
@@ -303,7 +311,7 @@ class _Batch:
 
 
 def efficiency(work: np.ndarray) -> tuple[float, float]:
-    """The balance of the costs of packs, per step and per microbatch; `work` [dp, num_microbatches] holds the costs.
+    """The efficiency of an assignment per step and per microbatch.  work: cost of each pack, [dp, num_microbatches]
 
     [[6, 2], [3, 3]] -> (7 / 8, 7 / (6 + 3))
     """

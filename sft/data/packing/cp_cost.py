@@ -1,4 +1,4 @@
-"""Predicts time and bytes of a document on a group of context-parallel ranks, by the size of the group.
+"""Predicts the time of a document on a group of context-parallel ranks, by the size of the group.
 
     time on each rank = (computation + communication that computation does not hide) / cp_size
 
@@ -6,8 +6,8 @@
 other ranks arrive while full attention computes (sft/mcore/attention/packed_attention.py).  So their transfer counts
 only as far as it takes longer than this attention.  Halos of windows and messages of linear attention count in full.
 
-`parallel/cp_bytes.py` counts the bytes.  `dynamic_cp.py` uses the predictions.  Nothing is measured here: bandwidths
-come from the recipe, and the speed of computation is an assumed share of the peak.
+`parallel/cp_bytes.py` counts the bytes.  `dynamic_cp.py` uses the predictions.  Nothing is measured: bandwidths come
+from the recipe, and the speed of computation is an assumed share of the peak.
 """
 
 from collections.abc import Sequence
@@ -23,21 +23,23 @@ from sft.parallel.meetings import domain, meeting_ranks
 from sft.parallel.shapes import SampleSizes, Shapes, attention_cost, padded
 
 NS = 1e9
-# Time that each layer adds to a microbatch, whatever its tokens: kernels are launched, weights and gradients are read.
-# A layer with one half adds half of it.  This is an assumption, not a measurement.
+# Time in ns that each layer adds to a microbatch of any length, because kernels are launched, and weights and gradients
+# are read.  A layer without a mixer or without an MLP adds half of it.  This is an assumption, not a measurement.
 LAYER_NS = 5e5
 
 
 @dataclass(frozen=True, kw_only=True)
 class CpCost(CpBytes):
-    """Time and bytes of a document on one rank of the dp x cp grid, which is `tp` devices of each pipeline stage.
+    """The speeds and sizes from which the time of a document on a rank of the dp x cp grid is computed.  A rank of this
+    grid stands for all its tp ranks and pipeline stages.
 
     doc_multiple   documents are padded to a multiple of this number of tokens
     attention      cost of attention by length, in units of a token's computation outside attention
     token_ns       nanoseconds of a token's computation outside attention, if cp_size is 1
     microbatch_ns  nanoseconds that a microbatch takes in addition to its documents
     node_ranks     number of consecutive ranks of the grid in a node; a group whose size divides it lies within a node
-    intra_gb_s     bandwidth of a rank within a node, in GB/s; inter_gb_s: between nodes
+    intra_gb_s     bandwidth of a rank within a node, in GB/s
+    inter_gb_s     bandwidth of a rank between nodes, in GB/s
     wait_ranks     number of consecutive ranks of the grid that wait for each other after every microbatch; 1: only the
                    ranks of a group wait for each other
     """
@@ -85,7 +87,7 @@ class CpCost(CpBytes):
         return self.times_by_size(lengths, (cp_size,))[0]
 
     def times_by_size(self, lengths: SampleSizes, sizes: Sequence[int]) -> np.ndarray:
-        """`times` for each of the sizes of groups: int64 [sizes, n]."""
+        """The result of `times` for each of the group sizes `sizes`: int64 [sizes, n]."""
         tokens = padded(lengths, self.doc_multiple)
         alone = (tokens + attention_cost(lengths, self.attention)) * self.token_ns
         hidden = attention_cost(lengths, AttentionCost(self.attention.crossover)) * self.token_ns
@@ -100,14 +102,15 @@ class CpCost(CpBytes):
         return times
 
     def _others(self, samples: SampleSizes, cp_size: int) -> np.ndarray:
-        """`other_than_keys` of each sample.  Each branch of a tree has halos, and a state, of its own."""
+        """The bytes of each sample other than keys and values.  Each branch of a tree has halos and a state of its
+        own."""
         if isinstance(samples, Shapes):
             of_documents = aligned(samples.lengths, self.doc_multiple)
             return samples.sums(self.other_than_keys(of_documents, cp_size, samples.branches))
         return self.other_than_keys(padded(samples, self.doc_multiple), cp_size)
 
     def gb_s(self, cp_size: int) -> float:
-        """Bandwidth of a rank in a group of this size, in GB/s: within a node if all such groups lie within nodes."""
+        """Bandwidth of a rank in a group of this size, in GB/s: that within a node if no such group spans two nodes."""
         return self.intra_gb_s if self.node_ranks % cp_size == 0 else self.inter_gb_s
 
 
@@ -141,7 +144,12 @@ class Documents:
         rank_tokens: int,
         cost: CpCost,
     ) -> "Documents":
-        """The documents of these samples.  rank_tokens: padded tokens that a rank may hold in a microbatch
+        """The documents of these samples, longest first.
+
+        samples      sample ids
+        lengths      sizes of all samples of the corpus, by sample id
+        sizes        sizes of groups, rising
+        rank_tokens  padded tokens that a rank may hold in a microbatch
 
         lengths 40 and 90, rank_tokens 64, doc_multiple 8, sizes 1 2 -> longest first: units 12 5, least 1 0; limit 8
         """
@@ -159,14 +167,15 @@ class Documents:
         )
 
     def work(self, index: np.ndarray) -> np.ndarray:
-        """int64 [n]: nanoseconds of all ranks together, if document i runs on a group of sizes[index[i]] ranks."""
+        """int64 [n]: nanoseconds of each document, summed over its ranks, if document i runs on sizes[index[i]]
+        ranks."""
         return self.times[index, np.arange(len(index))] * np.array(self.sizes)[index]
 
     def bound_ns(self, num_ranks: int) -> int:
-        """A lower bound of the time of a step in ns: the larger of two times, plus that of as many microbatches as the
-        tokens need.
+        """A lower bound of the time of a step in ns.
 
-        The first is the work of all documents on the smallest groups that hold them, shared evenly by all ranks.  The
+        It is the larger of two times, plus `microbatch_ns` for each microbatch that the tokens need at least.  The
+        first time is the work of all documents on the smallest groups that hold them, shared evenly by all ranks.  The
         second is the time of the slowest document on the largest group.
         """
         if len(self.ids) == 0:
@@ -174,10 +183,10 @@ class Documents:
         return max(self.even_ns(self.least, num_ranks), self._with_microbatches(int(self.times[-1].max()), num_ranks))
 
     def even_ns(self, index: np.ndarray, num_ranks: int) -> int:
-        """Time of a step if document i runs on sizes[index[i]] ranks, and all ranks share the work evenly."""
+        """Time of a step in ns if document i runs on sizes[index[i]] ranks, and all ranks share the work evenly."""
         return self._with_microbatches(-(-int(self.work(index).sum()) // num_ranks), num_ranks)
 
     def _with_microbatches(self, work: int, num_ranks: int) -> int:
-        """`work` and the time of as many microbatches as the tokens need."""
+        """`work`, in ns, plus `microbatch_ns` for each microbatch that the tokens need at least."""
         num_microbatches = -(-int(self.units.sum()) // (num_ranks * self.limit))
         return work + round(num_microbatches * self.microbatch_ns)

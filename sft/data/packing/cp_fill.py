@@ -2,8 +2,9 @@
 
 Documents are placed costliest first.  Each goes to the bin with the least work among the bins with room (LPT, Graham
 1969).  A batch may have 70,000 short documents, and a heap takes microseconds for each.  So numpy places many documents
-at once (a round) where it can.  A round gives one document each to the least loaded bin and to all bins that have less
-work than this bin has with its document: none of them takes a second document before all have one.
+at once (a round) where it can.  In a round, the least loaded bin gets a document, and so does each bin whose work is
+less than the work of the least loaded bin with its document.  None of these bins would get a second document before
+all have one, so a round places documents as the heap does.
 """
 
 import heapq
@@ -13,13 +14,13 @@ import numpy as np
 from sft.data.packing.cp_cost import Documents
 
 ROUND = 64  # a round of at least this many bins is faster than the heap
-BY_HEAP = 2048  # number of documents that the heap places before a round is tried again; it also places the last ones
+BY_HEAP = 2048  # number of documents that the heap places before a round is tried again, and at the end
 
 
 def fill(
     documents: Documents, numbers: np.ndarray, load: np.ndarray, left: np.ndarray, levels: np.ndarray, extra: int
 ) -> np.ndarray:
-    """int64 [n]: the bin of each document, or -1 if no bin has room.  Updates load and left.
+    """Places documents in bins.  Returns int64 [n]: the bin of each, or -1 if no bin has room.  Updates load and left.
 
     times 5 4 3 3, loads 0 2, room for all -> bins 0 1 0 1, loads 8 9
 
@@ -51,9 +52,10 @@ def fill(
 
 
 def _round(load: np.ndarray, left: np.ndarray, units: int, times: np.ndarray) -> np.ndarray:
-    """The bins of a round, the least loaded first.
+    """The bins that get a document in a round, the least loaded first.
 
-    units: the most units of a document of the round; times: time of the next document in each bin
+    units  the most units of a document of the round
+    times  [bins]: the time that the next document takes in each bin
 
     load 0 1 4 9, times 5 5 5 5, room for all -> 0 1 2
     """

@@ -1,9 +1,9 @@
 """Defines the grid of a step (its packs by rank of the dp x cp grid and microbatch), and predicts the step's time.
 
-`dynamic_cp.py` makes grids, and `cp_cost.py` predicts the time and bytes of a document.  This module computes when each
-pack begins and ends, and from this the balance, the bytes over cp, and the shares of CP sizes.  A group begins a pack
-when all its ranks are ready.  With pipelines, experts or shards, `CpCost.wait_ranks` consecutive ranks wait for each
-other after every microbatch.  Nothing is measured.
+`dynamic_cp.py` makes grids, and `cp_cost.py` predicts the time of a document.  This module computes when each pack
+begins and ends, the balance of the ranks, the bytes over cp, and the shares of CP sizes.  A group begins a pack when
+all its ranks are ready.  With pipelines, experts or shards, `CpCost.wait_ranks` consecutive ranks wait for each other
+after every microbatch.  Nothing is measured.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ from sft.parallel.shapes import SampleSizes, padded
 
 
 class Slot(NamedTuple):
-    """One pack: the size of its group, and its samples in order; () is a pack of filler."""
+    """One pack: the size of its group, and the ids of its samples in order; without samples, it is a pack of filler."""
 
     cp_size: int
     samples: tuple[int, ...]
@@ -47,7 +47,8 @@ class TimedPack(NamedTuple):
 
 
 def timeline(grid: Grid, lengths: SampleSizes, cost: CpCost) -> list[TimedPack]:
-    """The packs in order of microbatch, then rank.  A pack on several ranks appears once.
+    """When each pack of a grid begins and ends, in order of microbatch, then rank.  A pack on several ranks occurs
+    once.
 
     Two ranks, 10 ns a token.  Microbatch 0: a document of 3 tokens on rank 0, one of 1 token on rank 1.  Microbatch 1:
     one of 4 tokens on both ranks -> rank 0: 0 to 30 ns, rank 1: 0 to 10 ns, ranks 0 and 1: 30 to 50 ns
@@ -72,7 +73,7 @@ def timeline(grid: Grid, lengths: SampleSizes, cost: CpCost) -> list[TimedPack]:
 
 
 def _groups(row: Sequence[Slot]) -> Iterator[tuple[int, Slot]]:
-    """Each pack of a microbatch once, with the first rank of its group."""
+    """Yields each pack of a microbatch once, with the first rank of its group.  row: the slots of all ranks"""
     rank = 0
     while rank < len(row):
         yield rank, row[rank]
@@ -101,8 +102,8 @@ class Prediction:
 
     makespan_ns      nanoseconds until the last rank finishes
     num_bytes        bytes over cp that all ranks of the grid receive, for one rank of tp and the mean pipeline stage
-    per_step         mean work of a rank / makespan
-    per_microbatch   this ratio if all ranks waited for each other after every microbatch
+    per_step         efficiency: mean work of a rank / makespan
+    per_microbatch   efficiency if all ranks waited for each other after every microbatch
     share_of_packs   share of the packs with each CP size, without packs of filler
     share_of_tokens  share of the padded tokens in packs with each CP size, without filler
     """
@@ -117,7 +118,10 @@ class Prediction:
 
 
 def predict(grid: Grid, lengths: SampleSizes, cost: CpCost) -> Prediction:
-    """One rank, one microbatch with a document of 6 tokens, 10 ns a token -> 60 ns, 1.0 per step, {1: 1.0} ..."""
+    """Predicts the time, bytes, balance and CP sizes of a step.
+
+    one rank, one microbatch with a document of 6 tokens, 10 ns a token -> 60 ns, 1.0 per step, {1: 1.0} ...
+    """
     num_ranks, num_microbatches = len(grid), len(grid[0])
     work = np.zeros((num_ranks, num_microbatches), dtype=np.int64)
     samples: dict[int, list[int]] = {}
@@ -144,5 +148,5 @@ def predict(grid: Grid, lengths: SampleSizes, cost: CpCost) -> Prediction:
 
 
 def _shares(counts: Counter[int]) -> dict[int, float]:
-    """{2: 1, 1: 3} -> {1: 0.75, 2: 0.25}"""
+    """The share of each CP size in the sum of all counts: {2: 1, 1: 3} -> {1: 0.75, 2: 0.25}"""
     return {size: counts[size] / counts.total() for size in sorted(counts)}

@@ -1,14 +1,15 @@
 """Forms packs of long documents so that many packs take about the same time, for `cp_rows.py`.
 
 Packs are formed for one row of ranks after another.  The longest document that has no pack decides how long the row
-takes.  Each group of free ranks gets one document.  Then the packs, that with the most time left first, get as many
-further documents as they have time and room for, the longest first (first fit, Coffman et al. 1980):
+takes.  Each group of free ranks gets one document.  Then each pack gets as many further documents as it has time and
+room for, the longest first (first fit, Coffman et al. 1980); the pack with the most time left is filled first:
 
-    rows of 4 ranks, each of 10 tokens; documents of 18 14 10 8 8 3; a group gets the most work per rank
+    rows of 4 ranks, each of 10 tokens; documents of 18 14 10 8 8 3; a group gets the document with the most work per
+    rank
     18 on two ranks: the row takes 9        8 and 8 on one rank each
     14 on two ranks: the row takes 7        10 and 3 on two ranks
 
-`PackRule.by_work` says which document a group gets, if documents for groups of several sizes are left.
+`PackRule.by_work` decides which document a group gets first.
 """
 
 from bisect import bisect_left
@@ -25,7 +26,7 @@ class PackRule(NamedTuple):
 
     least    each pack of a row of ranks may take this time, even if the row's first document takes less
     alone    if the first document of a row of ranks takes longer than this on a group, it goes to a larger group
-    sizes    number of sizes of groups, counted from the largest
+    sizes    the number of sizes that groups may have: the largest sizes
     short    documents that need one rank and take at most this time there are short: `cp_rows.py` places them
     by_work  whether a group gets the document with the most work per rank, instead of the longest one
     """
@@ -38,7 +39,11 @@ class PackRule(NamedTuple):
 
 
 class GroupPack(NamedTuple):
-    """level: index in documents.sizes of the size of the pack's group; documents: their numbers"""
+    """A pack of long documents.
+
+    level      index in documents.sizes of the size of the pack's group
+    documents  numbers of its documents
+    """
 
     level: int
     documents: list[int]
@@ -46,7 +51,8 @@ class GroupPack(NamedTuple):
 
 @dataclass
 class _Open:
-    """A pack while documents are added; time, units: time in ns and units that are left"""
+    """A pack to which documents are added.  time, units: time in ns, and units of length, that further documents may
+    take"""
 
     level: int
     documents: list[int]
@@ -57,14 +63,19 @@ class _Open:
 def packs_of_long(
     documents: Documents, numbers: np.ndarray, width: int, mean_ns: float, rule: PackRule
 ) -> list[GroupPack]:
-    """Packs with all documents of these numbers.  width: ranks of a row; mean_ns: mean time of a microbatch"""
+    """Forms packs of the documents with these numbers.
+
+    width    number of ranks of a row
+    mean_ns  mean time of a microbatch in ns; times of the rule are shares of it
+    """
     return _LongDocuments(documents, numbers, max(0, len(documents.sizes) - rule.sizes)).packs(width, mean_ns, rule)
 
 
 class _LongDocuments:
-    """The documents that have no pack yet.  Lists have an entry for each document, in order of falling padded length.
+    """Forms packs of long documents, and keeps the documents that have no pack yet.
 
-    A document with a tree may take less time than a shorter one.  `_most` holds the longest time from each document on.
+    Lists have an entry for each document, in order of falling padded length.  A document with a tree may take less time
+    than a shorter document.  So `_most` holds, for each document, the longest time of it and all later ones.
     """
 
     def __init__(self, documents: Documents, numbers: np.ndarray, level: int) -> None:
@@ -79,7 +90,7 @@ class _LongDocuments:
         # Rising, for bisect
         self._by_units = [-units for units in self._units]
         self._by_time: list[list[int]] = (-self._most).tolist()
-        self._next = list(range(len(self._numbers) + 1))  # leads to the next document without a pack
+        self._next = list(range(len(self._numbers) + 1))  # union-find: leads to the next document without a pack
 
     def packs(self, width: int, mean_ns: float, rule: PackRule) -> list[GroupPack]:
         packs, first, last = [], self._from(0), len(self._sizes) - 1
@@ -103,11 +114,12 @@ class _LongDocuments:
         return packs
 
     def _start(self, level: int, units: int, time: float) -> int:
-        """The first document from which on all have at most this many units and take at most this time."""
+        """The first document for which it and all later documents have at most these units and take at most this
+        time."""
         return max(bisect_left(self._by_units, -units), bisect_left(self._by_time[level], -time))
 
     def _from(self, document: int) -> int:
-        """The first document without a pack, from this one on."""
+        """The first document without a pack among `document` and all later ones."""
         following, end = self._next, document
         while following[end] != end:
             end = following[end]
@@ -116,7 +128,11 @@ class _LongDocuments:
         return end
 
     def _chosen(self, starts: list[int], free: int, by_work: bool) -> tuple[int, int] | None:
-        """The document of the next group, and the level of the group.  free: number of free ranks"""
+        """The document of the next group, and the level of the group; None if no document fits.
+
+        starts  by level, the first document that fits in the row's time; moves it to a document without a pack
+        free    number of free ranks of the row
+        """
         best, chosen = 0.0, None
         for level in range(self._level, len(starts)):
             if self._sizes[level] > free:

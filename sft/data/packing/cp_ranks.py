@@ -1,8 +1,8 @@
 """Places documents on groups of ranks, so that all ranks have about equal work in a step.
 
-The documents of the largest groups are placed first.  Within a size, the document with the most work comes first, and
-each goes to the group whose ranks have the least work so far.  Then every group splits into groups of the next smaller
-size, which inherit its work.  At the end, documents on single ranks level the differences that are left.
+The documents of the largest groups are placed first.  Within a size, the document with the most work comes first.  Each
+goes to the group whose ranks have the least work so far.  Then every group splits into groups of the next smaller size,
+whose ranks keep the work that they have.  At the end, documents on single ranks even out the remaining differences.
 
     cp 4, 8 tokens a rank; documents of 32 tokens on four ranks, 16 and 12 on two each, and 3 3 1 1 on one each
 
@@ -11,9 +11,9 @@ size, which inherit its work.  At the end, documents on single ranks level the d
 A document takes the smallest group that holds it, because this sends the fewest bytes.  It takes a larger one if it
 would need too much of the step's time there (`CHOICES`).
 
-Each rank computes at most num_microbatches packs.  More microbatches leave more room to balance, but each takes
-`microbatch_ns`.  To choose their number, the documents on single ranks are treated as a fluid that fills all ranks to
-an equal level of work, as far as each rank has room (`_water_level`).
+Each rank computes at most num_microbatches packs.  With more microbatches, work can be balanced better, but each
+microbatch takes `microbatch_ns`.  To choose their number, the work of documents on single ranks is treated as a fluid
+that fills all ranks to an equal level of work, as far as each rank has room (`_water_level`).
 """
 
 import heapq
@@ -32,13 +32,15 @@ Packs = list[list[int]]  # numbers of documents, by pack
 # bytes.  A later pair replaces it only if the step becomes shorter by the share BETTER.  No further pair is tried once
 # the step is within the share BETTER of the bound.
 CHOICES, BETTER = ((1.0, 0), (0.5, 2), (0.25, 4)), 0.01
-FILL = 0.97  # share of a rank's tokens that short documents are expected to fill
+FILL = 0.97  # share of a rank's capacity in tokens that short documents are expected to fill
 MAX_MICROBATCHES = 8  # how many numbers of microbatches are tried
-LEVEL, MAX_SWAPS = 0.002, 40  # swaps end if the largest work is within this share of the mean
+# Swaps end if the largest work exceeds the mean by at most the share LEVEL, or after MAX_SWAPS.
+LEVEL, MAX_SWAPS = 0.002, 40
 
 
 def packs_of_groups(documents: Documents, num_ranks: int, multiple: int) -> Iterator[tuple[int, list[Packs]]]:
-    """Yields (size of groups, packs of each group in order), the largest size first.
+    """Assigns documents to groups of ranks.  Yields (size of groups, packs of each group in order), the largest size
+    first.
 
     multiple  the number of microbatches is planned as a multiple of this
     """
@@ -63,7 +65,10 @@ def packs_of_groups(documents: Documents, num_ranks: int, multiple: int) -> Iter
 
 
 def sizes_of(documents: Documents, num_ranks: int, share: float, few: int) -> np.ndarray:
-    """int64 [n]: for each document, the index in documents.sizes of its group's size.  share, few: see `CHOICES`"""
+    """int64 [n]: for each document, the index in documents.sizes of the size of its group.
+
+    share, few: `CHOICES` describes them
+    """
     index, last = documents.least.copy(), len(documents.sizes) - 1
     numbers = np.arange(len(index))
     for level, size in enumerate(documents.sizes[:-1]):
@@ -82,7 +87,7 @@ class Ranks:
     blocks     blocks[level][k]: documents of group k of the size documents.sizes[level]
     load       int64 [num_ranks]: work of each rank so far, in ns
     singles    int64: documents on groups of one rank
-    num_packs  int64 [num_ranks]: number of each rank's packs that it shares with other ranks
+    num_packs  int64 [num_ranks]: for each rank, the number of packs that it shares with other ranks
     predicted  predicted time of the step, in ns
     """
 
@@ -97,7 +102,8 @@ class Ranks:
         self.num_microbatches = 0
         self.predicted = 0.0
         self._units: list[int] = self.documents.units.tolist()
-        # By level: the documents of all groups, with -1 after each group, and the group and the time of each entry.
+        # By level, three arrays: the documents of all groups, with -1 after each group; and for each entry its group
+        # and its time.
         self._others: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
     def add_groups(self, index: np.ndarray) -> None:
@@ -106,7 +112,7 @@ class Ranks:
         for level in range(len(self.documents.sizes) - 1, 0, -1):
             size, times, blocks = self.documents.sizes[level], self.documents.times[level], self.blocks[level]
             numbers = self._costliest_first(np.flatnonzero(index == level), level)
-            load = self.load[::size].tolist()  # ranks of a group have run the same packs so far
+            load = self.load[::size].tolist()  # all ranks of a group have the same work so far
             least = [(work, block) for block, work in enumerate(load)]
             heapq.heapify(least)
             for number, time in zip(numbers.tolist(), times[numbers].tolist()):
@@ -121,8 +127,8 @@ class Ranks:
         return numbers[np.argsort(-self.documents.times[level][numbers], kind="stable")]
 
     def finish(self) -> None:
-        """Places each document on a single rank: the rank with the least work among those with room.  Then predicts
-        the time of the step."""
+        """Places each document that needs one rank on the rank with the least work among those with room.  Then
+        predicts the time of the step."""
         numbers = self._costliest_first(self.singles, 0)
         left = ((self.num_microbatches - self.num_packs) * self.documents.limit * FILL).astype(np.int64)
         levels = np.zeros(self.num_ranks, dtype=np.int64)
@@ -137,7 +143,7 @@ class Ranks:
     def swap(self, first_level: int) -> None:
         """Swaps documents of the costliest rank's groups for cheaper ones, until the work of all ranks is about even.
 
-        Groups of a size with an index below `first_level` keep their documents.
+        first_level: index in documents.sizes; groups of smaller sizes keep their documents
         """
         total = self.documents.work(self.index).sum()
         self._others.clear()
@@ -180,7 +186,7 @@ class Ranks:
             blocks[first].append(other)
             moved -= int(times[other])
             others, of_block, less = self._others[level]
-            for k in (first, block):  # as long as before
+            for k in (first, block):  # both groups have as many documents as before
                 start = int(np.searchsorted(of_block, k))
                 now = slice(start, start + len(blocks[k]))
                 others[now], less[now] = blocks[k], times[blocks[k]]
@@ -190,7 +196,7 @@ class Ranks:
         self.load[block * size : (block + 1) * size] += moved
 
     def choose_microbatches(self, multiple: int) -> None:
-        """Chooses the number of microbatches, and predicts the time of the step with it."""
+        """Chooses the number of microbatches with the shortest predicted step: a multiple of `multiple`."""
         for level in range(1, len(self.documents.sizes)):
             size = self.documents.sizes[level]
             counts = [len(self.packed(level, block)) for block in range(len(self.blocks[level]))]
@@ -234,9 +240,11 @@ class Ranks:
 
 
 def _water_level(load: np.ndarray, capacity: np.ndarray, work: int) -> float:
-    """The level of work that ranks with this load reach if `work` is poured over them like a fluid.
+    """The level of work, in ns, that ranks reach if `work` is poured over them like a fluid.
 
-    A rank takes at most its capacity.  Infinite if all together cannot take the work.
+    load      int64 [ranks]: the work that each rank has already
+    capacity  [ranks]: the most further work that each rank takes
+    Infinite if all ranks together cannot take the work.
 
     load 4 0, capacity 9 9, work 6 -> 5        load 4 0, capacity 9 3, work 6 -> 7
     """

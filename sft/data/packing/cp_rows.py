@@ -1,4 +1,4 @@
-"""Places documents so that ranks that wait for each other after every microbatch also finish each microbatch together.
+"""Places documents so that ranks that wait for each other after every microbatch finish each microbatch together.
 
 With pipelines, experts or shards (parallel.shard), `CpCost.wait_ranks` consecutive ranks (a domain) wait for each other
 after every microbatch, or within it.  A row is one microbatch of one domain.  A row takes as long as its slowest pack,
@@ -9,7 +9,7 @@ so packs of about equal time belong in the same row:
     domains  take rows in order of falling time; a row goes to the domain with the least time so far
     targets  every row gets a target time, so that all domains finish together: the time of its longest pack, or an even
              share of the remaining time
-    short    documents come last.  Each goes to the pack that is furthest below its row's target
+    short    documents are placed last.  Each goes to the pack that is furthest below its row's target
 
 How packs are formed decides how well they fit together.  So several rules (`RULES`) are tried, and the shortest step is
 kept.
@@ -28,8 +28,8 @@ from sft.data.packing.cp_packs import GroupPack, PackRule, packs_of_long
 from sft.data.packing.cp_ranks import FILL
 from sft.data.packing.cp_swaps import MOST_SHORT, Packs, relieve_rows
 
-# The rules, in the order in which they are tried.  Large groups send more bytes.  So if only the ranks of a row of the
-# grid wait for each other, the rules choose the smallest group.
+# The rules, in the order in which they are tried.  FEW_BYTES has the rules if only the cp ranks of a row of the grid
+# wait for each other: these rules prefer small groups, because large groups send more bytes.
 RULES = (
     PackRule(0.8, 1.5, 9, 0.3, True), PackRule(0.2, 1.0, 2, 0.1, False), PackRule(0.8, 1.5, 3, 0.3, False),
     PackRule(1.0, 1.5, 3, 0.2, False), PackRule(0.2, 0.5, 2, 0.1, True), PackRule(0.6, 1.0, 2, 0.3, False),
@@ -42,10 +42,10 @@ FEW_BYTES = (
     PackRule(0.6, 0.75, 9, 0.5, False), PackRule(0.6, 1.5, 9, 0.2, False), PackRule(0.4, 1.0, 9, 0.2, False),
     PackRule(0.8, 1.5, 9, 0.3, True),
 )  # fmt: skip
-# Limits of the time.  At most MAX_LONG documents on single ranks are long.  Each rule spends its number of long
-# documents and an eighth of all documents.  No further rule is tried once they have spent MAX_SPENT, or once a step
-# should take at most ENOUGH times the bound.  Then up to three rules with the shortest expected steps place the short
-# documents: at most MAX_PLACED documents in all, or one rule.
+# Limits of the planning time.  At most MAX_LONG documents that need one rank are long.  A rule costs its number of long
+# documents, plus an eighth of all documents.  No further rule is tried once the rules have cost MAX_SPENT, or once a
+# step is expected to take at most ENOUGH times the bound.  Then up to three rules with the shortest expected steps
+# place the short documents: as many rules as place at most MAX_PLACED documents together, but at least one.
 MAX_LONG, MAX_SPENT, ENOUGH, MAX_PLACED = 1200, 4000, 1.005, 8000
 
 
@@ -61,9 +61,10 @@ class Placed(NamedTuple):
 def packs_of_rows(
     documents: Documents, num_ranks: int, multiple: int, wait_ranks: int, rules: Sequence[PackRule]
 ) -> list[Placed]:
-    """All packs that hold a document, from the rule with the shortest step.
+    """Assigns documents to rows of packs.  Returns all packs that hold a document, by the rule with the shortest step.
 
-    multiple  the number of microbatches is planned as a multiple of this
+    multiple    the number of microbatches is planned as a multiple of this
+    wait_ranks  number of consecutive ranks of a domain
     """
     work = float(documents.work(documents.least).sum())
     number = max(1, -(-int(documents.units.sum()) // (num_ranks * documents.limit)))
@@ -86,7 +87,7 @@ def packs_of_rows(
 
 @dataclass(frozen=True)
 class _Grid:
-    """The ranks of a step.  width: ranks of a domain; multiple: divides the number of microbatches"""
+    """The ranks of a step.  width: number of ranks of a domain; multiple: divides the number of microbatches"""
 
     documents: Documents
     width: int
@@ -98,12 +99,18 @@ class _Grid:
 class _PlannedRows:
     """Packs in rows, before short documents are placed.
 
-    packs, short         packs of long documents, and numbers of short documents
-    level, time, left    int64 [bins]: for each pack, and each rank of a row without a pack: the index of the size of
-                         the group, the time in ns, and the units that still fit
-    domain, microbatch   int64 [bins]
-    target               float64 [bins]: target time of the row
-    number, step_ns      number of microbatches, and expected time of the step
+    Bins are the packs, and after them the ranks without a pack, each as a bin of its own.
+
+    packs       packs of long documents
+    short       int64: numbers of the short documents
+    level       int64 [bins]: index in documents.sizes of the size of the bin's group
+    time        int64 [bins]: time of the bin in ns
+    left        int64 [bins]: units that still fit into the bin
+    domain      int64 [bins]: domain of the bin's row
+    microbatch  int64 [bins]: microbatch of the bin's row
+    target      float64 [bins]: target time of the bin's row in ns
+    number      number of microbatches
+    step_ns     expected time of the step
     """
 
     packs: list[GroupPack]
@@ -171,7 +178,8 @@ def _planned(grid: _Grid, packs: list[GroupPack], short: np.ndarray, number: int
 class _FilledRows(NamedTuple):
     """Rows with short documents, and the predicted time of the step.
 
-    pack_of  int64 [short]: the bin of each short document; time, left: int64 [bins], as of _PlannedRows
+    pack_of     int64 [short]: the bin of each short document
+    time, left  int64 [bins]: time and free units of each bin with its short documents
     """
 
     step_ns: float
@@ -182,11 +190,11 @@ class _FilledRows(NamedTuple):
 
 
 def _filled(grid: _Grid, rows: _PlannedRows) -> _FilledRows:
-    """Places the short documents.  If documents fit into no pack, microbatches are added."""
+    """Places the short documents.  Adds microbatches until each fits into a pack."""
     documents = grid.documents
     while True:
         load, left = np.rint(rows.time - rows.target).astype(np.int64), rows.left.copy()
-        left[(rows.level > 0) & (load >= 0)] = 0  # saves bytes
+        left[(rows.level > 0) & (load >= 0)] = 0  # a short document on several ranks would send bytes
         pack_of = fill(documents, rows.short, load, left, rows.level, 0)
         if (pack_of >= 0).all():
             break
@@ -214,7 +222,8 @@ def _exchanged(grid: _Grid, filled: _FilledRows) -> list[list[int]]:
 
 
 def _placed(grid: _Grid, rows: _PlannedRows, numbers: list[list[int]]) -> list[Placed]:
-    """The packs with their ranks.  Large groups come first in a row, so each begins at a multiple of its size."""
+    """The packs with a document, and their ranks.  Large groups come first in a row, so each begins at a multiple of
+    its size."""
     next_rank: dict[tuple[int, int], int] = {}
     placed = []
     sizes, domains, microbatches = (
@@ -230,8 +239,10 @@ def _placed(grid: _Grid, rows: _PlannedRows, numbers: list[list[int]]) -> list[P
 
 
 def _rows_of(sizes: np.ndarray, times: np.ndarray, width: int) -> tuple[np.ndarray, list[int]]:
-    """The row of each pack, and the number of free ranks of each row.  The longest pack comes first, and goes to the
-    first row with enough free ranks.
+    """Assigns packs to rows.  Returns int64 [packs], the row of each pack, and the number of free ranks of each row.
+
+    Each pack, that with the longest time first, goes to the first row with enough free ranks.
+    sizes, times: number of ranks, and time in ns, of each pack
 
     sizes 2 1 1 1, times 5 9 4 3, width 2 -> rows 1 0 0 2, free ranks 0 0 1
     """
@@ -251,7 +262,10 @@ def _rows_of(sizes: np.ndarray, times: np.ndarray, width: int) -> tuple[np.ndarr
 
 
 def _of_rows(longest: np.ndarray, num_domains: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [rows]: domain and microbatch of each row; the longest row goes to the domain with the least time so far.
+    """Assigns rows to domains.  Returns two arrays int64 [rows]: the domain and the microbatch of each row.
+
+    Each row, the longest first, goes to the domain with the least time so far.
+    longest: int64 [rows], time of the longest pack of each row; number: number of microbatches
 
     rows of 5 4 3 0, two domains -> domains 0 1 1 0, microbatches 0 0 1 1
     """
@@ -266,8 +280,9 @@ def _of_rows(longest: np.ndarray, num_domains: int, number: int) -> tuple[np.nda
 
 
 def _even(longest: np.ndarray, step: float) -> np.ndarray:
-    """Times of the microbatches of each domain, with the sum `step`: all equal, except those with a longer pack.
+    """Target times of the microbatches of each domain, [domains, microbatches] in ns, whose sum is `step`.
 
+    All targets of a domain are equal, except those of microbatches with a longer pack: these have the pack's time.
     longest  [domains, microbatches]: time of the longest pack, in ns
 
     longest [[9, 0, 1]], step 14.5 -> [[9, 2.75, 2.75]]
@@ -275,7 +290,7 @@ def _even(longest: np.ndarray, step: float) -> np.ndarray:
     number = longest.shape[1]
     falling = -np.sort(-longest, axis=1)
     before = np.concatenate([np.zeros((len(longest), 1)), np.cumsum(falling, axis=1)], axis=1)[:, :-1]
-    # even[:, k]: the equal time of all other microbatches, if the k longest keep the time of their longest pack
+    # even[:, k]: the equal time of the other microbatches, if the k longest have the time of their longest pack
     even = (step - before) / (number - np.arange(number))
     chosen = np.argmax(even >= falling, axis=1)
     return np.maximum(longest, even[np.arange(len(longest)), chosen][:, None])

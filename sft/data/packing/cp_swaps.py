@@ -1,7 +1,7 @@
 """Exchanges short documents between packs of a row, so that the slowest pack takes less time, for `cp_rows.py`.
 
-A row takes as long as its slowest pack.  Every short document is in a slot of a pack, and every pack has one free slot.
-An exchange swaps the contents of two slots, so it also moves a document into a free slot.
+A row takes as long as its slowest pack.  Every short document is in a slot of a pack, and every pack also has one free
+slot.  An exchange swaps the contents of two slots.  If one of them is free, the exchange moves a document.
 """
 
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ import numpy as np
 
 from sft.data.packing.cp_cost import Documents
 
-# Exchanges end if none makes the slowest pack faster by the share LEVEL of the mean time of a pack, or after
-# MAX_EXCHANGES.  With more than MOST_SHORT short documents, packs are even without exchanges.
+# Exchanges end if no exchange makes the slowest pack faster by the share LEVEL of the mean time of a pack, or after
+# MAX_EXCHANGES.  No exchange is tried with more than MOST_SHORT short documents, because packs are then even already.
 LEVEL, MAX_EXCHANGES, MOST_SHORT = 0.0005, 100, 4000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packs:
-    """The packs of all rows: int64 [packs].  `load` and `left` change.
+    """The packs of all rows: arrays int64 [packs].  Exchanges change `load` and `left`.
 
     row    row of each pack; the rows of a domain of ranks are numbered one after the other
     level  index in documents.sizes of the size of the pack's group
@@ -32,9 +32,14 @@ class Packs:
 
 
 def relieve_rows(documents: Documents, packs: Packs, short: np.ndarray, pack_of: np.ndarray, rows: int) -> np.ndarray:
-    """int64 [short]: the pack of each short document after the exchanges.  pack_of: before; rows: number in a domain
+    """Exchanges short documents between packs of a row.  Returns int64 [short]: the pack of each after the exchanges.
 
-    one row, packs of 5 + 4 and none, with room for 9 tokens each -> packs of 5 and of 4
+    short    numbers of the short documents
+    pack_of  the pack of each before the exchanges
+    rows     number of rows of a domain
+
+    one row, a pack of documents of 5 and 4 tokens, and an empty pack, with room for 9 tokens each
+    -> packs of 5 and of 4 tokens
     """
     slots = _Slots.of(documents, packs, short, pack_of)
     slowest = np.zeros(int(packs.row.max(initial=0)) // rows * rows + rows, dtype=np.int64)
@@ -52,7 +57,12 @@ def relieve_rows(documents: Documents, packs: Packs, short: np.ndarray, pack_of:
 
 @dataclass(frozen=True)
 class _Slots:
-    """Slots in order of row.  start: the first slot of each row; number: document in the slot, or -1; pack: its pack"""
+    """The slots of all packs, in order of their rows.
+
+    start   the index of the first slot of each row
+    number  the document in each slot; -1: the slot is free
+    pack    the pack of each slot
+    """
 
     documents: Documents
     packs: Packs
@@ -69,7 +79,8 @@ class _Slots:
         return _Slots(documents, packs, start, number[order], pack[order])
 
     def relieve(self, row: int, least: int) -> bool:
-        """Makes the best exchange of the row's slowest pack; returns whether it gains at least `least` ns."""
+        """Makes the best exchange for the row's slowest pack, if it gains at least `least` ns.  Returns whether it
+        did."""
         of_row = slice(self.start[row], self.start[row + 1])
         number, pack, (load, left, level) = self.number[of_row], self.pack[of_row], self._of_packs
         heavy = int(pack[load[pack].argmax()])

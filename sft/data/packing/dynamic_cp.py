@@ -12,10 +12,13 @@ of s.  So groups nest: a small group lies within one group of each larger size.
 
 Two methods place the documents.  In both, a pack takes a predicted time (`cp_cost.py`).
 
-    groups  every rank runs its large groups first.  Then all ranks of a group have run the same packs before, so none
-            waits for another, and the step takes as long as the rank with the most work (`cp_ranks.py`)
-    rows    all packs of a microbatch take about the same time (`cp_rows.py`).  With pipelines, experts or shards, ranks
-            wait for each other after every microbatch; then, and for batches with many documents, only rows are planned
+    groups  every rank runs the packs of its large groups first.  Then the ranks of a group have run the same packs
+            before, so none waits for another, and the step takes as long as the rank with the most work
+            (`cp_ranks.py`).
+    rows    all packs of a microbatch take about the same time (`cp_rows.py`).
+
+With pipelines, experts or shards, ranks wait for each other after every microbatch.  Then, and for batches with many
+documents, only rows are planned.
 
 Times are integers and position breaks ties, but some decisions depend on float64, which may be rounded differently on
 another processor.  So `pipeline.check_agreement` compares the grids of all processes before a step.
@@ -34,9 +37,9 @@ from sft.data.packing.cp_rows import FEW_BYTES, RULES, packs_of_rows
 from sft.parallel.cp_group import cp_sizes
 from sft.parallel.shapes import SampleSizes, padded
 
-# A batch with more documents is planned by rows only: so many short documents make rows even without more balancing.
+# A batch with more documents is planned by rows only, because so many short documents make rows even.
 MANY = 4000
-NEAR = 1.02  # a plan by groups of at most NEAR times the bound is kept; otherwise a plan by rows is tried, too
+NEAR = 1.02  # a plan by groups that takes at most NEAR times the bound is kept; otherwise a plan by rows is tried, too
 
 
 def assign(
@@ -49,11 +52,13 @@ def assign(
     cost: CpCost,
     microbatch_multiple: int = 1,
 ) -> Grid:
-    """The grid of a global batch: assigns all samples to packs, groups of ranks and microbatches.
+    """Assigns the samples of a global batch to packs, groups of ranks and microbatches.  Returns the grid.
 
     lengths 9 4 2 2, dp 1, cp 2, rank_tokens 5, doc_multiple 1, a token 1 ns
     -> [[Slot(2, (0,)), Slot(1, (1,))], [Slot(2, (0,)), Slot(1, (2, 3))]]
 
+    samples              sample ids
+    lengths              sizes of all samples of the corpus, by sample id
     rank_tokens          padded tokens that a rank holds at most: a group of s ranks takes packs of s * rank_tokens
     microbatch_multiple  divides the number of microbatches, which is the same for all ranks
     """
@@ -116,8 +121,8 @@ def unless_longer(
     """`grid`, or the grid of a fixed cp if `grid` takes more than 1% (BETTER) longer than that grid.
 
     A slightly longer `grid` is kept, because it sends fewer bytes.  `fixed_cp` makes the grid of a fixed cp, which is
-    slow.  So it is not called if `grid` takes no longer than the documents take on cp ranks each, shared evenly by all
-    ranks in as few microbatches as their tokens need.
+    slow.  So it is called only if `grid` takes longer than a lower bound of the step with a fixed cp: the time of all
+    documents on cp ranks each, shared evenly by all ranks, in as few microbatches as their tokens need.
 
     a microbatch takes 10 ns, tokens take no time; `grid` has 3 microbatches, the grid of a fixed cp has 2
     -> the grid of a fixed cp

@@ -1,22 +1,22 @@
 """Levels the packs of a global batch, for ranks that wait for each other in every microbatch.
 
-A row is the packs of one microbatch, and takes as long as its costliest pack.  Sorted by cost, packs of about equal
-cost share a row, which is the best order of given packs.  Then the sequences of a row's costliest pack and of another
-pack are distributed anew, while this lowers the sum of the rows' largest costs.
+A row is the packs of one microbatch on all ranks, and takes as long as its costliest pack.  Packs are sorted by cost,
+so that packs of about equal cost share a row, which is the best order of given packs.  Then the sequences of a row's
+costliest pack and of another pack are distributed anew, while this lowers the sum of the rows' largest costs.
 """
 
 import numpy as np
 
 from sft.data.packing.pair_split import PairSplitter
 
-LEVEL = 0.002  # a row whose largest cost is within this share of its mean is level
-MAX_SPLITS, NUM_PARTNERS = 400, 6  # limits of the time: splits in all, and packs that a costliest pack is tried with
+LEVEL = 0.002  # a row is level if its largest cost exceeds its mean by at most this share
+MAX_SPLITS, NUM_PARTNERS = 400, 6  # limits of the time: all splits, and packs with which a costliest pack is split
 
 
 def level(packs: list[list[int]], costs: np.ndarray, splitter: PairSplitter, dp: int) -> list[list[int]]:
-    """The packs after exchanges of sequences that lower the sum over rows of the largest cost of a pack.
+    """Exchanges sequences between packs, to lower the sum over rows of the largest cost of a pack.  Returns the packs.
 
-    costs: int64, of each sequence
+    packs: the sequences of each pack; costs: int64 [n], cost of each sequence
 
     Costs 5 3 1 1, packs (0,) (1, 2) (3,) () of costs 5 4 1 0, dp 2 -> the same packs: 5 + 1 cannot be lowered
     """
@@ -51,10 +51,11 @@ def _changed(
     mean: int,
     row: int,
 ) -> dict[int, list[int]] | None:
-    """New sequences of two packs that lower the sum of the rows' largest costs: the row's costliest pack, and one of
-    the cheapest and middle packs of all rows, those near the row's mean first; None if no such change is found.
+    """{pack: new sequences} of two packs, which lower the sum of the rows' largest costs; None if no change does.
 
-    order: numbers of packs by row, falling in cost; mean: mean cost of the row
+    One is the costliest pack of `row`; the other is one of the cheapest and middle packs of all rows, tried in the
+    order of their distance from the row's mean cost `mean`.
+    cost: cost of each pack; order: numbers of packs [rows, dp], falling in cost
     """
     dp, first = order.shape[1], int(order[row, 0])
     before = cost[order[:, 0]].sum()

@@ -1,6 +1,6 @@
 """Decides how often an epoch contains the samples of each source.
 
-Computes from weights or epochs how many tokens of each source an epoch takes, and which samples occur once more than
+Computes from weights or epochs how many tokens an epoch has of each source, and which samples occur once more than
 others to reach that number.  The result depends only on lengths, sources, seed and epoch.  `plan.py` decides the order
 of the samples and their packs.
 
@@ -18,15 +18,15 @@ from sft.config import SourceConfig
 from sft.data.packing.shuffle import shuffled
 from sft.errors import DataError
 
-# The first `turn` of the shuffles that decide which samples of a source occur once more.  Orders of epochs use turns
-# from 0 on.
+# The first `turn` of the shuffles that decide which samples of a source occur once more.  The shuffles of epochs use
+# smaller turns.
 _FIRST_TURN = 2**32
-MOST_ROUNDS = 1000  # largest tokens of an epoch / tokens of the files; more means that a number was mistyped
+MOST_ROUNDS = 1000  # most tokens of an epoch / tokens of the files; with more, a number was probably mistyped
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """The source of each sample, int [n], and the number of tokens that an epoch takes of each source."""
+    """The source of each sample, int [n], and for each source the number of tokens that an epoch should have."""
 
     sources: np.ndarray
     wanted: tuple[int, ...]
@@ -60,11 +60,11 @@ class Mixture:
         return Mixture(sources=sources, wanted=wanted)
 
     def samples(self, lengths: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
-        """Ids of an epoch's samples, with repetitions, source by source.  The tokens of a source differ from the wanted
-        number by less than the length of a sample.
+        """int64: ids of an epoch's samples, with repetitions, source by source.  The number of tokens of a source
+        differs from the wanted number by less than the length of a sample.
 
         An epoch contains each sample of a source equally often, and some samples once more.  Over the epochs, the
-        samples of a source take turns: none occurs once more a second time before all others have.
+        samples of a source take turns: all have occurred once more before one of them does so again.
         """
         parts = []
         for source, wanted in enumerate(self.wanted):
@@ -80,7 +80,8 @@ class Mixture:
 
 
 def wanted_tokens(tokens: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """Tokens of each source in the shortest epoch that contains every sample, with sources in the ratio of `weights`.
+    """The tokens of each source in the shortest epoch that contains every sample, with tokens in the ratio of
+    `weights`.
 
     tokens 300 100, weights 6 4 -> 300 200
     """

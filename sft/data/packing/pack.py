@@ -1,7 +1,7 @@
 """Makes a pack of samples, and cuts one context-parallel rank's microbatch out of the pack.
 
-Decides labels and padding.  Labels are shifted here, per document and before sharding, so no rank needs a token of
-another rank.  `plan.py`, `balance.py` and `dynamic_cp.py` decide which samples share a pack.
+Decides labels and padding.  Labels are shifted once per document, before a pack is sharded, so no rank needs a token
+of another rank.  `plan.py`, `balance.py` and `dynamic_cp.py` decide which samples share a pack.
 `parallel/context_parallel.py` decides which tokens of a pack a rank holds.
 """
 
@@ -17,8 +17,8 @@ from sft.data.packing.tree_packs import PackDocuments, PackTargets, supervision,
 from sft.parallel import context_parallel
 from sft.parallel.alignment import aligned
 
-# Length of the longest filler document.  Kernels take time for each document, and the time of attention grows with the
-# square of its length: up to 4,096 tokens, attention is a small part of the work per token.
+# Length of the longest filler document.  With short ones, kernels take time for many documents.  With long ones,
+# attention takes time; up to 4,096 tokens, it is a small part of the work per token.
 FILLER_TOKENS = 4096
 
 
@@ -30,7 +30,7 @@ class Collator:
     """
 
     doc_multiple: int  # every document is padded to a multiple of doc_multiple tokens
-    pad_id: int
+    pad_id: int  # id of padding tokens
     pack_multiple: int = 1  # filler documents pad every pack to a multiple of pack_multiple tokens
     pad_to_length: int = 0  # packs are padded to at least this length
     cp_size: int = 1
@@ -47,11 +47,11 @@ class Collator:
     def pack(self, samples: Sequence[Sample]) -> Pack:
         """Concatenates padded samples and computes their labels and weights; `Pack` shows an example in numbers.
 
-        The last token of a document and its padding predict nothing; their labels are `pad_id`, a valid id that no
-        computation uses.
+        The last token of a document and its padding have the label `pad_id` with weight 0.
 
         Filler documents follow, as few as possible with at most `FILLER_TOKENS` each, until the length is at least
-        `pad_to_length` and a multiple of `pack_multiple`.  The samples must not exceed `pad_to_length`.
+        `pad_to_length` and a multiple of `pack_multiple`.  If pad_to_length is not 0, padded samples must not exceed
+        it.
 
             one document of 96 tokens, pack_multiple 512, doc_multiple 32 -> one filler document of 416 tokens
             no sample -> at least one filler document
@@ -96,8 +96,11 @@ class Collator:
 
 
 def local_part(pack: Pack, indices: np.ndarray, *, cp_size: int, doc_multiple: int) -> Microbatch:
-    """The microbatch of the rank that holds positions `indices` of a pack; lengths and counts are of the whole pack."""
-    import torch  # not at the top: the import takes a second, and errors about data come before
+    """The microbatch of the rank that holds the tokens at `indices` of a pack.
+
+    Lengths and counts of the microbatch are those of the whole pack.
+    """
+    import torch  # not at the top, because the import takes a second, and errors about data should not wait for it
 
     def at_indices(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(array[indices]).to(dtype).unsqueeze(0)  # [1, t]
@@ -130,9 +133,10 @@ def local_part(pack: Pack, indices: np.ndarray, *, cp_size: int, doc_multiple: i
 
 
 def _supervised(pack: Pack) -> np.ndarray:
-    """int32 [documents]: number of supervised labels; a label counts as often as texts supervise it.
+    """int32 [documents]: the number of supervised labels of each document; a label counts for each text that
+    supervises it.
 
-    The first document of a sample counts those of the whole sample.
+    Labels of a sample with a tree count for the first document of the sample.
     """
     documents, count = pack.documents, len(pack.lengths)
     if pack.firsts is None or pack.label_counts is None or pack.further is None:
@@ -144,7 +148,7 @@ def _supervised(pack: Pack) -> np.ndarray:
 
 
 def _local_targets(further: BranchTargets, indices: np.ndarray) -> BranchTargets:
-    """The further targets of the tokens at positions `indices` of a pack, which rise, with rows among these tokens."""
+    """The further targets of a rank that holds the tokens at `indices`, rising, of a pack; rows index these tokens."""
     rows = np.minimum(np.searchsorted(indices, further.rows), len(indices) - 1)
     is_local = indices[rows] == further.rows
     rows, labels, weights, counts = (x[is_local] for x in (rows, further.labels, further.weights, further.counts))

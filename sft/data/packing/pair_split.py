@@ -15,7 +15,7 @@ NUM_LONG, NUM_SHORT = 10, 24
 
 
 class PairSplitter:
-    """Splits pairs of packs of one global batch.
+    """Distributes sequences of pairs of packs of one global batch anew.
 
     sizes, costs  int64 [n]: size and cost of each sequence of the batch
     limit         the largest size of a pack
@@ -24,7 +24,7 @@ class PairSplitter:
     def __init__(self, sizes: np.ndarray, costs: np.ndarray, limit: int) -> None:
         self._sizes, self._costs, self._limit = sizes, costs, limit
         self._ways = np.arange(1 << NUM_LONG)[:, None] >> np.arange(NUM_LONG) & 1  # [ways, long sequences]
-        self.num_splits = 0  # number of splits so far; the caller limits it
+        self.num_splits = 0  # number of calls of `split`; the caller limits it
 
     def split(self, first: list[int], second: list[int], wanted_cost: int) -> tuple[list[int], list[int]] | None:
         """Two packs with the sequences of both; the first costs about `wanted_cost`.  None if the sequences do not fit.
@@ -96,7 +96,7 @@ class PairSplitter:
 
 
 def _prefix_sums(values: np.ndarray) -> np.ndarray:
-    """[2, 3] -> [0, 2, 5]"""
+    """The sums of the first 0, 1, 2, ... values: [2, 3] -> [0, 2, 5]"""
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(values, dtype=np.int64)])
 
 

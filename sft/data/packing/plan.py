@@ -24,10 +24,12 @@ from sft.parallel.shapes import SampleSizes, padded
 # another plan: a resumed run must not train on other batches than the plan that it began with.
 VERSION = 2
 OPEN_PACKS = 64
-# If packs hold 16 samples or more on average, 1/200 of a pack stays free as long as another pack has room.  The free
-# tokens let `balance.py` balance the ranks.  With fewer samples per pack, more than 1/200 stays free anyway.
+# If packs hold 16 samples or more on average, 1/200 of a pack stays free as long as another pack has room.  Free tokens
+# let `balance.py` exchange samples between packs.  With fewer samples per pack, more than 1/200 stays free anyway.
 MANY_SAMPLES, FREE_SHARE = 16, 200
-MOST_EPOCHS, MOST_SAMPLES = 100_000, 10**9  # planned at most before a run starts: this takes about 20 s and 20 minutes
+# At most so many epochs, and samples of all epochs, are planned before a run starts.  These take about 20 s, and 20
+# minutes.
+MOST_EPOCHS, MOST_SAMPLES = 100_000, 10**9
 _NUM_CACHED = 2  # number of plans kept in memory; the plan of a million samples takes 16 MB
 
 
@@ -72,11 +74,15 @@ def plan_epoch(
         lengths [40, 70, 20, 60, 10], capacity 128, doc_multiple 32, not shuffled (padded lengths: 64 96 32 64 32)
         -> packs (0, 3), (1, 2), (4)
 
-    If packs hold 16 samples or more on average, a 200th of each pack stays free while another open pack has room
-    (`_best_fit`).  An epoch has every sample once, or as often as `mixture` says.  At most 64 packs are open; to open
-    another one, the fullest is closed.  Packs are numbered by their first samples, so they follow the order of the
-    shuffle.  Best fit with a limited number of open packs fills packs to 99.4% or more; packing in order leaves 5-15%
-    empty.
+    lengths   sizes of all samples, by sample id
+    capacity  data.seq_length
+    shuffle   whether samples are packed in random order instead of the order of their ids
+    mixture   decides how often an epoch has each sample; None: once
+
+    At most 64 packs are open; to open another pack, the fullest is closed.  If packs hold 16 samples or more on
+    average, a 200th of each pack stays free while another open pack has room (`_best_fit`).  Packs are numbered by
+    their first samples, so they follow the order of the shuffle.  Best fit with a limited number of open packs fills
+    packs to 99.4% or more; packing in order leaves 5-15% empty.
 
     Raises DataError if the mixture leaves an epoch without a sample.
     """
@@ -101,7 +107,8 @@ def plan_epoch(
 def plan_of(
     samples: np.ndarray, counts: np.ndarray, lengths: SampleSizes, capacity: int, doc_multiple: int
 ) -> PackingPlan:
-    """The plan whose first pack holds the first counts[0] of `samples`, the second pack the next counts[1], ..."""
+    """The plan whose first pack holds the first counts[0] of `samples`, the second pack the next counts[1], and so
+    on."""
     chosen = lengths[samples]
     total = int(padded(chosen, doc_multiple).sum())
     return PackingPlan(
@@ -117,11 +124,11 @@ def _best_fit(sizes: list[int], limit: int, free: int) -> list[int]:
 
     sizes, limit, free  lengths, capacity of a pack, and room that packs should keep, in units of doc_multiple tokens
 
-    A sample goes into the fullest open pack that still has `free` units of room afterwards.  If there is none, it goes
-    into the fullest open pack with room, and otherwise into a new pack.
+    A sample goes into the fullest open pack that has `free` units of room left with the sample.  If there is no such
+    pack, it goes into the fullest open pack with room.  If there is none either, it goes into a new pack.
     """
     smallest = min(sizes)
-    # An open pack is one integer, (room left << shift) | number, so open packs are sorted by room left, then by age.
+    # An open pack is one integer, (room left << shift) | number, so that packs are sorted by room left, then by age.
     shift = len(sizes).bit_length()
     number_bits = (1 << shift) - 1
     open_packs: list[int] = []
@@ -210,7 +217,7 @@ class EpochPlans:
             self.locate(num_steps - 1)
 
     def locate(self, step: int) -> tuple[int, int]:
-        """The epoch of a step, and the global batch within that epoch; step, epoch and batch count from 0.
+        """The epoch of a step, and its global batch within the epoch.  Step, epoch and batch are counted from 0.
 
         3 steps per epoch: step 2 -> (0, 2)        step 3 -> (1, 0)
         """

@@ -78,16 +78,19 @@ def write_plans(path: Path, header: Mapping[str, Any], plans: Sequence[PackingPl
 
 
 def replayed_plans(config: Config, corpus: Corpus) -> list[PackingPlan] | None:
-    """The plans of the file that data.plan names; None if the recipe names no file."""
+    """The plans of the file that data.plan names; None if the recipe names no file.  Raises DataError
+    (`read_plans`)."""
     if config.data.plan is None:
         return None
     return read_plans(Path(config.data.plan), follows_from(config, corpus), corpus.shapes)
 
 
 def read_plans(path: Path, header: Mapping[str, Any], lengths: SampleSizes) -> list[PackingPlan]:
-    """The plans of a file, for a run with this `follows_from`.  lengths: int64 [n], of the samples in tokens
+    """The plans of a file, one for each epoch.
 
-    Raises DataError if the file was written for other data or sizes, or is not a valid plan.
+    header   the result of `follows_from` for the run that follows the file
+    lengths  sizes of all samples, by sample id
+    Raises DataError if the file cannot be read, was written for other data or sizes, or is not a valid plan.
     """
     written, batches = _read(path)
     other = [
@@ -127,14 +130,15 @@ def read_plans(path: Path, header: Mapping[str, Any], lengths: SampleSizes) -> l
 def compare_plans(first: Path, second: Path) -> list[str]:
     """Lines that describe the differences of two plan files; empty if all global batches have the same samples.
 
-    Packs inside a global batch may differ: they change only the speed of a run.
+    Packs of a global batch are not compared, because they change only the speed of a run.  Raises DataError if a file
+    cannot be read or is no plan.
     """
     (header, batches), (other_header, other_batches) = _read(first), _read(second)
     members, other_members = _members(batches), _members(other_batches)
     none: Counter[int] = Counter()
     keys = sorted({*members, *other_members})
     differ = [key for key in keys if members.get(key, none) != other_members.get(key, none)]
-    if header.get("data") != other_header.get("data"):  # equal ids are different samples
+    if header.get("data") != other_header.get("data"):  # then equal ids mean different samples
         return [f"made from other data: {header.get('data')} and {other_header.get('data')}"]
     if not differ:
         return []

@@ -1,7 +1,7 @@
-"""Shuffles reproducibly: a permutation depends only on n, seed and `turn`, and on no process, machine or release.
+"""Shuffles reproducibly: a permutation depends only on n, seed and `turn`, not on a process, machine or release.
 
-`turn` distinguishes the permutations of a run.  This module does not use numpy's random numbers, because numpy does not
-promise the same numbers in every release, and a resumed run needs the order with which it began.
+`turn` distinguishes the permutations of a run.  numpy's random numbers are not used, because numpy does not promise the
+same numbers in every release, and a resumed run needs the order with which it began.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ def shuffled(n: int, seed: int, turn: int) -> np.ndarray:
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """SplitMix64 of each number, uint64: 0 -> 0xE220A8397B1DCDAF"""
+    """The SplitMix64 hash of each number, uint64 [n]: 0 -> 0xE220A8397B1DCDAF"""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

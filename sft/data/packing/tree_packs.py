@@ -1,4 +1,4 @@
-"""The documents of samples with trees in a pack: their parents, and the targets of tokens before a branch.
+"""Computes the documents of samples with trees in a pack: their parents, and the targets of tokens before a branch.
 
 Decides which token predicts the first token of a branch, and the weight of a token that several texts supervise.  A
 sample without a tree is a tree of one document here.
@@ -14,7 +14,11 @@ from sft.parallel.branches import Branches
 
 
 class PackTargets(NamedTuple):
-    """The targets of a pack in the making; `Pack` describes the arrays.  others: further targets, one by one"""
+    """The targets of a pack to which samples are added.
+
+    labels, weights, counts  [t]: as `Pack.labels`, `Pack.loss_weights` and `Pack.label_counts`
+    others                   further targets: (row, label, weight, count), as in `BranchTargets`
+    """
 
     labels: np.ndarray
     weights: np.ndarray
@@ -23,15 +27,19 @@ class PackTargets(NamedTuple):
 
     @staticmethod
     def none(total: int, pad_id: int) -> "PackTargets":
+        """The targets of a pack of `total` tokens without samples."""
         labels = np.full(total, pad_id, dtype=np.int32)
         return PackTargets(labels, np.zeros(total, dtype=np.float32), np.zeros(total, dtype=np.int32), [])
 
     def add(
         self, tree: Tree, starts: np.ndarray, positions: np.ndarray, tokens: np.ndarray, supervised: "Supervision"
     ) -> None:
-        """Shift the labels of a sample to the tokens before them.
+        """Adds the labels of a sample: each token is the label of the token before it in its document or parent.
 
-        starts: position in the pack of each document of the sample; positions: of each of its tokens
+        tree       the sample's tree (`tree_of`)
+        starts     for each document of the sample, the index of its first token in the pack
+        positions  for each token of the sample, its index in the pack
+        tokens     the sample's tokens
         """
         weights, counts = supervised
         is_first = np.zeros(len(positions), dtype=bool)
@@ -53,6 +61,7 @@ class PackTargets(NamedTuple):
                 self.labels[row], self.weights[row], self.counts[row] = target
 
     def further(self) -> BranchTargets:
+        """The further targets, in rising order of rows."""
         rows, labels, weights, counts = np.array(self.others, dtype=np.float64).reshape(-1, 4).T
         order = np.argsort(rows, kind="stable")
         return BranchTargets(
@@ -79,7 +88,10 @@ class Supervision(NamedTuple):
 
 
 def supervision(sample: Sample, reduction: str, shared: str) -> Supervision:
-    """reduction: `loss.reduction`, for each text by itself; shared: `loss.shared`
+    """The weights and counts of a sample's tokens.
+
+    reduction  `loss.reduction`, which is applied to each text by itself
+    shared     `loss.shared`: "each" adds the weights of all texts that supervise a token; "once" takes only the first
 
     Two texts of 2 supervised tokens each share one of them, reduction "sample", shared "each" -> weights 1/2 1 1/2,
     counts 1 2 1; shared "once" -> weights 1/2 1/2 1/2, counts 1 1 1

@@ -2,11 +2,11 @@
 
 A compressed file counts as damaged if it ends early, does not decode, or has data after its end.  Only line ends,
 strings and brackets decide where a row ends.  `strict_json.py` parses rows, so a broken row does not affect other rows.
-A row beyond MAX_ROW_BYTES is not kept in memory.  The reader of `datasets` is not used: it reports a broken line by its
-position in a block, without file or line number.
+A row with more than MAX_ROW_BYTES is not kept in memory.  The reader of `datasets` is not used, because it reports a
+broken line by its position in a block, without file or line number.
 
-Accepted on purpose: a UTF-8 byte order mark at the start of a file (editors add it), CRLF line ends, blank lines (they
-are counted as lines), and a last line without a line end.
+A file may have a UTF-8 byte order mark at its start (editors add it), CRLF line ends, blank lines (they are counted as
+lines), and a last line without a line end.
 """
 
 import bz2
@@ -36,8 +36,11 @@ _IS_STRUCTURE = np.isin(np.arange(256), list(b'[]{},"'))
 
 
 def find_first_row(path: Path, *, may_be_list: bool) -> tuple[bool, int]:
-    """Whether the rows are elements of a list (many .json files hold one object per line instead), and the byte where
-    the first row begins: after a byte order mark, and after the opening bracket of a list."""
+    """Whether the rows are elements of a JSON list, and the byte where the first row begins.
+
+    Rows begin after a byte order mark, and after the opening bracket of a list.  may_be_list: False for .jsonl files;
+    a .json file holds a list, or one object per line
+    """
     head = b""
     for block in read_blocks(path, 0, _HEAD):
         head += block
@@ -50,7 +53,10 @@ def find_first_row(path: Path, *, may_be_list: bool) -> tuple[bool, int]:
 
 
 def read_blocks(path: Path, offset: int, size: int = _BLOCK) -> Iterator[bytes]:
-    """The decompressed bytes of the file from `offset` on, in blocks of at most `size` bytes; no block is empty."""
+    """Yields the decompressed bytes of a file from `offset` on, in blocks of 1 to `size` bytes.
+
+    Raises DataError if the file cannot be read or decompressed.
+    """
     try:
         with path.open("rb") as file:
             if path.suffix not in COMPRESSED:
@@ -83,7 +89,8 @@ def _decompressed(file: IO[bytes], suffix: str, size: int) -> Iterator[bytes]:
 def _streams(
     file: IO[bytes], decoder_type: type[bz2.BZ2Decompressor | lzma.LZMADecompressor], size: int
 ) -> Iterator[bytes]:
-    """Decompresses concatenated streams.  bz2.open and lzma.open would end silently at a damaged later stream."""
+    """Yields the bytes of concatenated streams.  bz2.open and lzma.open would ignore a damaged stream after the
+    first."""
     decoder = decoder_type()
     while True:
         raw = b""
@@ -127,7 +134,10 @@ def _limited(content: bytes, size: int) -> bytes | Unreadable:
 
 
 def scan_lines(blocks: Iterator[bytes], position: int) -> tuple[np.ndarray, np.ndarray]:
-    """Byte offsets and line numbers of all lines that are not blank, int64 [rows] each; line 1 begins at `position`."""
+    """Byte offsets and line numbers of all lines that are not blank, int64 [rows] each.
+
+    position: the byte of the file at which the first block, and line 1, begin
+    """
     offsets, numbers = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
     number, line_at, holds_row = 1, position, False  # state of the line that continues in the next block
     for block in blocks:
@@ -163,8 +173,9 @@ def read_elements(blocks: Iterator[bytes], path: Path, number: int) -> Iterator[
 
         {"a": [1, 2]}, 7]  ->  (0, b'{"a": [1, 2]}'), (14, b'7')
 
-    Bytes count from the start of the first block, which follows the opening bracket.  The function looks only at
-    strings and brackets, to find the commas between elements.  `strict_json.parse` parses an element.
+    Bytes are counted from the start of the first block, which follows the opening bracket.  The function reads only
+    strings, brackets and commas; `strict_json.parse` parses an element.  Raises DataError if the list is not closed, or
+    if text follows it.
     """
     depth, in_string, held = 1, 0, b""
     pieces: list[bytes] = []
@@ -172,7 +183,7 @@ def read_elements(blocks: Iterator[bytes], path: Path, number: int) -> Iterator[
     for block in blocks:
         block = held + block
         odd = (len(block) - len(block.rstrip(b"\\"))) % 2
-        held, block = block[len(block) - odd :], block[: len(block) - odd]  # the next block has the escaped byte
+        held, block = block[len(block) - odd :], block[: len(block) - odd]  # a last \ escapes a byte of the next block
         # Replace escapes by other bytes of the same length; every remaining quote begins or ends a string.
         codes = np.frombuffer(block.replace(b"\\\\", b"__").replace(b'\\"', b"__"), dtype=np.uint8)
         at = np.flatnonzero(_IS_STRUCTURE[codes])

@@ -4,8 +4,8 @@
 module decides the commit of a dataset, its split, and which errors end the preparation.  `tables.py` reads the rows,
 without `datasets`.  No code of a dataset runs: only data formats are read, and no loading scripts.
 
-`datasets` itself uses any cached copy if the hub fails.  Here, a copy is used only if it is the commit that was asked
-for, or if HF_HUB_OFFLINE is set and no other commit is known.
+If the hub fails, `datasets` uses any cached copy.  This module accepts a copy only if it is the commit that was asked
+for, or if HF_HUB_OFFLINE is set, the recipe names no revision, and no other commit is known.
 """
 
 import re
@@ -25,17 +25,17 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class HubUnreachable(DataError):
-    """The hub does not answer, or must not be asked (HF_HUB_OFFLINE), and no cached copy can be used."""
+    """The error if the hub does not answer, or must not be asked (HF_HUB_OFFLINE), and no cached copy can be used."""
 
 
 @message
 @dataclass(frozen=True, kw_only=True)
 class LoadedDataset:
-    """Rows of Arrow files, under the name of a dataset.
+    """The rows of a dataset: rows of Arrow files.
 
     commit   the commit of a dataset on the hub; None for a folder
     slices   the Arrow files in order, each with its first row and the row after its last one, counted from 0
-    columns  (our key, their column); None: all columns as they are
+    columns  pairs (key of a row, column of the dataset); None: all columns under their own names
     digest   depends on the bytes of the files, on the slices and the columns
     """
 
@@ -140,7 +140,8 @@ def _hub_refusal(wanted: NamedDataset, error: Exception) -> DataError:
 
 
 def _prepared(wanted: NamedDataset, commit: str | None) -> tuple[Mapping[str, Any], str]:
-    """All splits, as `datasets.Dataset`, and the commit or the hash of the files that they were made of."""
+    """Downloads and converts a dataset with `datasets`.  Returns {name of a split: `datasets.Dataset`}, and the commit,
+    or for a folder the hash, of the files that were converted."""
     import datasets  # imported late: the import takes seconds, and most runs read files
 
     try:
@@ -191,7 +192,11 @@ def _reason(error: BaseException) -> str:
 
 
 def _checked_commit(wanted: NamedDataset, commit: str | None, made_of: str) -> str | None:
-    """The commit that was loaded.  Raises DataError if it is not, or may not be, the commit that was asked for."""
+    """The commit that was loaded.  Raises DataError if it is not, or may not be, the commit that was asked for.
+
+    commit   the commit that the hub names for the wanted revision; None: the hub was not asked (offline)
+    made_of  the commit of the copy that `datasets` loaded
+    """
     if commit is None:  # offline: datasets took the copy that it made last
         known = wanted.revision if COMMIT.fullmatch(wanted.revision or "") else _known_commit(wanted)
         if known != made_of and not (known is None and wanted.revision is None):
@@ -211,7 +216,7 @@ def _checked_commit(wanted: NamedDataset, commit: str | None, made_of: str) -> s
 
 
 def _known_commit(wanted: NamedDataset) -> str | None:
-    """The commit that a branch or tag had when the hub was last asked; None if this is unknown."""
+    """The commit that the wanted branch or tag had when the hub was last asked; None if it is unknown."""
     from huggingface_hub import try_to_load_from_cache
 
     readme = try_to_load_from_cache(wanted.name, "README.md", revision=wanted.revision, repo_type="dataset")
@@ -219,7 +224,10 @@ def _known_commit(wanted: NamedDataset) -> str | None:
 
 
 def _slices(wanted: NamedDataset, splits: Mapping[str, Any]) -> Iterator[TableSlice]:
-    """The slices of the Arrow files that hold the wanted split: train[:10%] of 23 rows -> rows 0 to 2"""
+    """Yields the slices of the Arrow files that hold the wanted split: train[:10%] of 23 rows -> rows 0 to 2.
+
+    Raises DataError if there is no such split.
+    """
     from datasets import ReadInstruction
 
     try:

@@ -1,8 +1,8 @@
 """Reads the rows of a data file, indexes where each row begins, and names rows in errors.
 
-Decides which kinds of file are read.  A faulty row never hides the rows around it: read_rows yields rows unparsed, and
-`strict_json.parse` raises the error of a row.  `json_rows.py` streams JSON and `tables.py` streams tables, in memory
-that does not grow with the file.  `rows/formats.py` interprets the content of a row.
+Decides which kinds of file are read.  A faulty row does not affect other rows, because `read_rows` yields rows
+unparsed, and `strict_json.parse` raises the error of a row.  `json_rows.py` streams JSON and `tables.py` streams
+tables; their memory does not grow with the file.  `rows/formats.py` interprets the content of a row.
 """
 
 from collections.abc import Iterator
@@ -34,11 +34,11 @@ Row = tuple[int, Content]  # the number, from 1, is a line number in JSONL and a
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowIndex:
-    """Positions of the rows of a file.  With an index, any range of rows can be read.
+    """The positions of the rows of a file, with which `read_rows` finds any row.
 
         b'{}\\n\\n{}\\n'  ->  num_rows 2, size 7, offsets 0 4, numbers 1 3
 
-    offsets  int64 [num_rows], the byte where each row begins, in a compressed file after decompression; None for tables
+    offsets  int64 [num_rows], the byte where each row begins, counted in decompressed bytes; None for tables
     numbers  int64 [num_rows], the line or row number of each row; None if the numbers are 1, 2, 3, ...
     """
 
@@ -67,7 +67,10 @@ def check_file(path: DataFile) -> None:
 
 
 def kind_of(path: Path) -> Kind:
-    """The kind of a file, derived from its name: `chat.jsonl.gz` -> jsonl; of any directory: folder."""
+    """The kind of a file by its name: `chat.jsonl.gz` -> jsonl.  A directory is a folder.
+
+    Raises DataError for an unknown ending, or a compressed table.
+    """
     if path.is_dir():
         return "folder"
     kind = _KINDS.get(path.suffix)
@@ -83,7 +86,10 @@ def kind_of(path: Path) -> Kind:
 
 
 def data_files(path: DataFile) -> list[Path]:
-    """The files that hold the rows, in order: the file itself, or the files of a dataset."""
+    """The files that hold the rows, in order: the file itself, or the files of a dataset.
+
+    Raises DataError if a folder is no dataset of one split that save_to_disk wrote.
+    """
     if isinstance(path, LoadedDataset):
         return path.files
     if not path.is_dir():
@@ -111,8 +117,12 @@ def data_files(path: DataFile) -> list[Path]:
 
 
 def row_name(path: DataFile, number: int) -> str:
-    """`chat.jsonl:1841` in files of lines, compressed or not; `chat.parquet row 1841` in other files;
-    `HuggingFaceH4/ultrachat_200k train_sft row 1841` in datasets by name, counted within the split of the recipe."""
+    """The name of a row in messages.
+
+    chat.jsonl:1841                                   a line of a file, compressed or not
+    chat.parquet row 1841                             a row of any other file
+    HuggingFaceH4/ultrachat_200k train_sft row 1841   a row of a dataset by name, counted in the recipe's split
+    """
     if isinstance(path, LoadedDataset):
         return f"{path} row {number}"
     kind = kind_of(path)
@@ -121,7 +131,7 @@ def row_name(path: DataFile, number: int) -> str:
 
 
 def hint(path: DataFile, content: Content) -> str:
-    """A sentence to append to a row's error, if the file seems to be JSON that is not read line by line; else ""."""
+    """Advice to append to a row's error if the file seems to hold JSON that is not one object per line; else ""."""
     if isinstance(path, LoadedDataset) or kind_of(path) not in ("jsonl", "json") or not isinstance(content, bytes):
         return ""
     if content.startswith(b"[") and kind_of(path) == "jsonl":
@@ -134,7 +144,10 @@ def hint(path: DataFile, content: Content) -> str:
 
 
 def index_rows(path: DataFile) -> RowIndex:
-    """The index of a file, made in one pass over its bytes, or over the headers of a table.  Raises DataError."""
+    """The index of a file, made in one pass over its bytes, or over the headers of a table.
+
+    Raises DataError if the file cannot be read.
+    """
     if isinstance(path, LoadedDataset):
         return RowIndex(num_rows=path.num_rows, size=_size(path))
     size, kind = _size(path), kind_of(path)
@@ -151,9 +164,10 @@ def index_rows(path: DataFile) -> RowIndex:
 
 
 def read_rows(path: DataFile, index: RowIndex | None = None, start: int = 0, stop: int | None = None) -> Iterator[Row]:
-    """Rows `start` to `stop` of a file in order, streamed.  Raises DataError if the file cannot be read.
+    """Yields the rows from `start` to `stop` - 1, counted from 0, of a file.  Each has its number (`Row`).
 
-    With an index, row `start` is found without a search.  A compressed file is still decompressed from its beginning.
+    With an index, row `start` is found without reading the rows before it; a compressed file is still decompressed from
+    its beginning.  Raises DataError if the file cannot be read, or differs from the index.
 
     the lines `{"messages": ...}`, nothing, `{"messages": ...}`  ->  (1, b'{"me...'), (3, b'{"me...')
     """
@@ -174,7 +188,7 @@ def read_rows(path: DataFile, index: RowIndex | None = None, start: int = 0, sto
 
 
 def _rows_from(path: DataFile, index: RowIndex | None, start: int) -> Iterator[Row]:
-    """All rows from row `start` on, where the first row of the file is row 0."""
+    """Yields all rows from row `start` on, counted from 0.  Without an index, `start` matters only for tables."""
     if isinstance(path, LoadedDataset):
         yield from enumerate(read_slices(path.slices, start, path.columns), start=start + 1)
         return

@@ -1,4 +1,4 @@
-"""Parses a row strictly as JSON; a row of a table is a value already.
+"""Parses a row strictly as JSON.  A row of a table is a value already and is not parsed.
 
 Refuses some JSON that Python's reader accepts: duplicate keys, NaN and Infinity, numbers too large for a float, half
 surrogate pairs, and nesting beyond MAX_DEPTH.  An error names the fault.  If the text is not JSON or not UTF-8, it also
@@ -28,14 +28,14 @@ Content = bytes | dict[str, Any] | Unreadable  # unparsed JSON, or a row of a ta
 
 
 def parse(content: Content) -> Any:
-    """The value of a row; a row of a table is returned unchanged.  Raises DataError."""
+    """The value of a row; a row of a table is returned unchanged.  Raises DataError if the row is not strict JSON."""
     if isinstance(content, Unreadable):
         raise DataError(content.reason)
     return parse_json(content) if isinstance(content, bytes) else content
 
 
 def parse_json(content: bytes | str) -> Any:
-    """The value of the JSON text `content`.  Raises DataError.
+    """The value of the JSON text `content`.  Raises DataError if it is not strict JSON.
 
     b'{"a": 1}' -> {"a": 1}        b'{"a": 1' -> DataError: not JSON: Expecting ',' delimiter at column 8 of 7 ...
     """

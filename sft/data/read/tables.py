@@ -1,8 +1,8 @@
 """Reads rows of parquet files, Arrow files and datasets saved to disk.
 
 Converts a row of a table to the value that the same row has in JSON.  Keys with null are left out at every depth:
-Arrow gives all objects (structs) of a column the same keys, and stores null for a key that an object did not have.  A
-table preserves neither nulls that the writer meant nor the order of keys; a column of JSON text preserves both.  Rows
+Arrow gives all objects (structs) of a column the same keys, and stores null for a key that an object did not have.  So
+a table preserves neither nulls that the writer meant nor the order of keys; a column of JSON text preserves both.  Rows
 are read through pyarrow, a few at a time, without `datasets`.
 
 `rows.py` and `named_dataset.py` decide which files belong together.  `rows/formats.py` decides what a row means.
@@ -23,7 +23,7 @@ _ROWS_AT_ONCE = 64  # a small number, because long rows need much memory as Pyth
 _ARROW_FILE = b"ARROW1"  # the first bytes of Arrow's file format; datasets writes Arrow's stream format
 
 Convert = Callable[[Any], Any]
-Columns = Sequence[tuple[str, str]]  # (our key, their column)
+Columns = Sequence[tuple[str, str]]  # (key of a row, column of the table)
 Part = tuple[int, Callable[[], Iterable[Any]]]  # number of rows, and a function that loads them as record batches
 
 
@@ -37,12 +37,12 @@ class TableSlice(NamedTuple):
 
 
 def count_table(files: Sequence[Path]) -> int:
-    """The number of rows of all files, read from their headers."""
+    """The number of rows of all files, read from their headers.  Raises DataError if a file cannot be read."""
     return sum(num_rows for file in files for num_rows, _ in _guarded(file, _parts(file)))
 
 
 def column_names(file: Path) -> list[str]:
-    """The names of the columns of an Arrow file."""
+    """The names of the columns of an Arrow file; empty if the file has no record batch."""
     for _, load in _guarded(file, _parts(file)):
         for batch in load():
             return list(batch.schema.names)
@@ -52,7 +52,7 @@ def column_names(file: Path) -> list[str]:
 def read_slices(
     slices: Sequence[TableSlice], start: int, columns: Columns | None = None
 ) -> Iterator[dict[str, Any] | Unreadable]:
-    """Rows of slices of Arrow files from row `start` on, counted from 0 over all slices."""
+    """Yields the rows of slices of Arrow files from row `start` on, counted from 0 over all slices."""
     for file, first, stop in slices:
         if first + start < stop:
             yield from islice(read_table([file], first + start, columns), stop - first - start)
@@ -64,7 +64,7 @@ def read_table(
 ) -> Iterator[dict[str, Any] | Unreadable]:
     """Yields the rows from row `start` on, counted from 0; row groups and batches before row `start` are not loaded.
 
-    columns  pairs (our key, their column): only these columns are read; None: all columns, with their names
+    columns  pairs (key, column): only these columns are kept, under these keys; None: all columns, with their names
     """
     for file in files:
         for num_rows, load in _guarded(file, _parts(file)):
@@ -80,7 +80,7 @@ def read_table(
 
 
 def _renamed(batch: Any, columns: Columns) -> Any:
-    """The batch of the chosen columns, with our names."""
+    """The chosen columns of a batch, renamed to the keys of `columns`."""
     import pyarrow
 
     indices = [batch.schema.get_field_index(column) for _, column in columns]
@@ -89,7 +89,7 @@ def _renamed(batch: Any, columns: Columns) -> Any:
 
 
 def _parts(file: Path) -> Iterator[Part]:
-    """Row groups of a parquet file, or record batches of an Arrow file."""
+    """Yields the row groups of a parquet file, or the record batches of an Arrow file."""
     import pyarrow  # imported late: the import is slow, and most runs read JSON lines
     from pyarrow import parquet
 
@@ -121,14 +121,17 @@ def _guarded(file: Path, parts: Iterable[Any]) -> Iterator[Any]:
 
 
 def _rows(batch: Any) -> Iterator[dict[str, Any] | Unreadable]:
-    """The rows of a batch.  A row that cannot be converted becomes Unreadable; the other rows are not affected."""
+    """Yields the rows of a batch.  A row that cannot be converted becomes Unreadable; the other rows are not affected.
+
+    Raises DataError if two columns have the same name.
+    """
     if len(set(batch.schema.names)) < len(batch.schema.names):
         repeated = next(name for name, count in Counter(batch.schema.names).items() if count > 1)
         raise DataError(f"the table has several columns with the name {repeated}.  Rename one.")
     convert = _struct(batch.schema)
     try:
         yield from [convert(row) for row in batch.to_pylist(maps_as_pydicts="strict")]
-    except (ValueError, OverflowError, KeyError, DataError) as error:  # not UTF-8, or a time that Python lacks
+    except (ValueError, OverflowError, KeyError, DataError) as error:  # not UTF-8, or a time beyond Python's range
         if batch.num_rows == 1:
             yield Unreadable(str(error) if isinstance(error, DataError) else f"cannot be read: {error}")
         else:

@@ -33,7 +33,10 @@ def check_media(row: Row) -> None:
 
 
 def check_mask(row: Row) -> None:
-    """Refuses the key mask, unless it names the user, as in NeMo's files: users' messages are never supervised."""
+    """Raises DataError if a row has the key mask, unless it names the user, as in NeMo's files.
+
+    Then mask has no effect, because users' messages are never supervised.
+    """
     mask = row.get("mask")
     if mask is not None and not (isinstance(mask, str) and mask.lower() in _USERS):
         raise DataError(
@@ -48,7 +51,7 @@ def is_unwanted(row: Row) -> bool:
 
 
 def read_system(row: Row) -> str:
-    """The system text of a row; "" without one."""
+    """The system text of a row, from system or system_prompt; "" if it has none.  Raises DataError if it has both."""
     texts = {key: row[key] for key in ("system", "system_prompt") if key in row}
     for key, text in texts.items():
         if not isinstance(text, str):
@@ -60,7 +63,10 @@ def read_system(row: Row) -> str:
 
 
 def read_variables(row: Row) -> dict[str, Any]:
-    """The variables that a row gives to the chat template: {"chat_template_kwargs": '{"enable_thinking": false}'}"""
+    """The variables that a row gives to the chat template, {} if none.  Raises DataError for an invalid variable.
+
+    {"chat_template_kwargs": '{"enable_thinking": false}'}  ->  {"enable_thinking": False}
+    """
     name = "chat_template_kwargs"
     variables = _parsed(row.get(name), name)
     if variables is None:
@@ -78,7 +84,10 @@ def read_variables(row: Row) -> dict[str, Any]:
 
 
 def take_tools(row: Row, turns: list[CheckedMessage]) -> tuple[Tools, list[CheckedMessage]]:
-    """The tools of a row, and its messages without tools.
+    """The tools of a row in OpenAI's form, and its messages without tools.
+
+    Tools come from one of: tools, functions, or tools of a system message.  Raises DataError for two of these, or for
+    invalid tools.
 
     {"functions": [{"name": "f"}]}  ->  [{"type": "function", "function": {"name": "f"}}]
     """
@@ -103,7 +112,10 @@ def take_tools(row: Row, turns: list[CheckedMessage]) -> tuple[Tools, list[Check
 
 
 def with_loss_mask(row: Row, turns: list[CheckedMessage]) -> list[CheckedMessage]:
-    """The messages with the weights of the row's loss_mask, one number (or true, false) for each message."""
+    """The messages with the weights of the row's loss_mask, which has a number, true or false for each message.
+
+    Raises DataError if the mask is invalid, or if a message also has a weight.
+    """
     mask = row.get("loss_mask")
     if mask is None:
         return turns
@@ -120,7 +132,10 @@ def with_loss_mask(row: Row, turns: list[CheckedMessage]) -> list[CheckedMessage
 
 
 def check_values(value: object, where: str) -> None:
-    """Raises DataError for values that JSON lacks.  A table may hold times and NaN; templates differ in their texts."""
+    """Raises DataError for values that JSON lacks, such as times and NaN in a table.
+
+    Such a value has no single text: the text would depend on the template.
+    """
     if isinstance(value, dict):
         for item in value.values():
             check_values(item, where)
@@ -142,7 +157,10 @@ def _read_tools(value: object, name: str, item: str) -> Tools:
 
 
 def read_objects(value: object, name: str, item: str) -> list[dict[str, Any]] | None:
-    """A list of objects; the list or each object may be JSON text.  None for an empty list or text."""
+    """The objects of a list; the list or each object may be JSON text.  None if there are none.
+
+    Raises DataError if `value` is not such a list.  name, item: names of the list and of an object in the error
+    """
     objects = _parsed(value, name)
     if objects is None:
         return None
@@ -157,7 +175,7 @@ def read_objects(value: object, name: str, item: str) -> list[dict[str, Any]] | 
 
 
 def _parsed(value: object, name: str) -> Any:
-    """A value, or the value of its JSON text; an empty text is no value."""
+    """The value itself; for a text, the value of the JSON in it, or None if the text is blank."""
     if not isinstance(value, str):
         return value
     return read_json(value, name) if value.strip() else None

@@ -48,11 +48,13 @@ class CheckedMessage(NamedTuple):
 
     message: Message
     weight: float | None  # None if the message has no weight
-    where: str  # name of the message in errors
+    where: str  # the name of the message in errors, such as `message 3`
 
 
 def read_messages(messages: object, name: str) -> list[CheckedMessage]:
-    """Checked messages of a list, of an object of lists (`_from_lists`), or of their JSON text.  Raises DataError.
+    """Checks the messages of a list, of an object of lists (`_from_lists`), or of the JSON text of either.
+
+    Raises DataError if a message is invalid.  name: the key of the messages, for errors
 
     [{"from": "human", "value": "Six?"}]  ->  [CheckedMessage({"role": "user", "content": "Six?"}, None, "message 1")]
     """
@@ -80,7 +82,10 @@ def _from_lists(lists: dict[str, Any]) -> object:
 
 def check_calls(turns: Sequence[CheckedMessage]) -> None:
     """Raises DataError if two calls of one message share an id, or if a result names a call that no earlier message
-    makes.  Ids may repeat in later messages, and be empty: many agents begin anew with call_0 in each round."""
+    makes.
+
+    Ids may repeat in later messages, because many agents begin with call_0 in each round.  Ids may be empty.
+    """
     made: set[str] = set()
     for message, _, where in turns:
         ids = [call["id"] for call in message.get("tool_calls", []) if call.get("id")]
@@ -96,7 +101,7 @@ def check_calls(turns: Sequence[CheckedMessage]) -> None:
 
 
 def is_empty(value: object) -> bool:
-    """Whether a value holds nothing, such as the images of a chat without images: null, "", [], {}, [null]"""
+    """Whether a value is null, "", or a list or object of empty values only: [], {}, [null]"""
     if isinstance(value, dict | list):
         return all(is_empty(item) for item in (value.values() if isinstance(value, dict) else value))
     return value is None or value == ""
@@ -128,7 +133,7 @@ def _read_message(raw: object, where: str) -> CheckedMessage:
 
 
 def _check_keys(message: Message, where: str) -> None:
-    """Refuses keys that change what other trainers train on, and that have no equivalent here."""
+    """Raises DataError for keys that change what other trainers train on, and that have no equivalent here."""
     if "function_call" in message:
         raise DataError(f"{where} has function_call, an older form of tool_calls.  Use tool_calls.")
     for key, why in _REFUSED.items():
@@ -143,7 +148,10 @@ def _check_keys(message: Message, where: str) -> None:
 
 
 def _take_weight(message: Message, where: str) -> float | None:
-    """Removes the weight from a message, because a template has no use for it, and returns it."""
+    """Removes the weight from a message, because templates must not see it, and returns it; None if there is none.
+
+    Raises DataError for an invalid weight, or for two keys with weights.
+    """
     weights = {name: message.pop(name) for name in (*_NUMBERS, *_MASKS, *_SWITCHES) if name in message}
     if len(weights) > 1:
         raise DataError(f"{where} has {' and '.join(weights)}, which have the same meaning.  Keep one of them.")
@@ -191,7 +199,10 @@ def _read_content(message: Message, role: str, calls: bool, where: str) -> str |
 
 
 def _read_part(part: object, role: str, where: str) -> dict[str, str]:
-    """{"type": "thinking", "thinking": [{"type": "text", "text": "so"}]} -> {"type": "thinking", "thinking": "so"}"""
+    """Checks a part of a content.  Thinking may itself be a list of texts, which are joined.
+
+    {"type": "thinking", "thinking": [{"type": "text", "text": "so"}]} -> {"type": "thinking", "thinking": "so"}
+    """
     if not isinstance(part, dict):
         raise DataError(
             f"{where} ({role}) must have a string, or parts of type text, as content; got {type_name(part)}."
@@ -216,7 +227,7 @@ def _read_part(part: object, role: str, where: str) -> dict[str, str]:
 
 
 def _not_text(value: object) -> str:
-    """The type of a value, for an error message; for a time, also the reason, and two ways to keep it a text."""
+    """The type of a value, for an error message.  For a time, also why it is a time, and how to keep the text."""
     if not isinstance(value, date | time | timedelta):
         return type_name(value)
     return (
@@ -229,8 +240,8 @@ def _not_text(value: object) -> str:
 
 
 def _read_reasoning(message: Message, role: str, where: str) -> None:
-    """Checks the keys with reasoning.  reasoning_details (OpenRouter) becomes reasoning_content, if no other key has
-    the text."""
+    """Checks the keys with reasoning.  Converts reasoning_details (OpenRouter) to reasoning_content, unless another key
+    has the same text.  Raises DataError if keys contradict each other."""
     details = message.pop("reasoning_details", None)
     thoughts = {name: message[name] for name in THINKING if name in message}
     for name, thought in (thoughts | ({"reasoning_details": ""} if details else {})).items():
@@ -258,7 +269,10 @@ def _read_reasoning(message: Message, role: str, where: str) -> None:
 
 
 def _join_details(details: object, where: str) -> str:
-    """[{"type": "reasoning.text", "text": "six "}, {"summary": "times"}, {"data": "gAAA"}] -> six times"""
+    """The text of reasoning_details; entries with neither text nor summary, such as encrypted ones, are left out.
+
+    [{"type": "reasoning.text", "text": "six "}, {"summary": "times"}, {"data": "gAAA"}] -> six times
+    """
     texts = []
     for entry in details if isinstance(details, list) else [details]:
         if not isinstance(entry, dict):

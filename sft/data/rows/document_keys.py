@@ -1,8 +1,8 @@
 """Cuts a row of tokens into documents, by the keys with which other programs mark documents and padding.
 
-    attention_mask   0 for padding, which any tokenizer of transformers writes.  Larger numbers count the documents of a
-                     packed row, 1 1 1 2 2 0: axolotl (V2BatchSamplerDataCollatorForSeq2Seq), LLaMA-Factory
-                     (PackedSupervisedDatasetProcessor with neat_packing)
+    attention_mask   0 for padding and 1 for text, which any tokenizer of transformers writes.  In packed rows, it holds
+                     the number of each token's document, 1 1 1 2 2 0: axolotl (V2BatchSamplerDataCollatorForSeq2Seq),
+                     LLaMA-Factory (PackedSupervisedDatasetProcessor with neat_packing)
     position_ids     restart at 0 in each document, 0 1 2 0 1: axolotl, LLaMA-Factory, TRL (padding_free), transformers
                      (DataCollatorWithFlattening).  Axolotl pads with 0.  torchtune's name is input_pos
     seq_start_id     the first token of each document, 0 3: packed files of NeMo and Megatron-Bridge
@@ -16,8 +16,9 @@
                      FlexAttention.  Padding is -1 or, if the first document has another number, 0
     token_type_ids   0 for text.  Other numbers mark images or a second text, which are refused
 
-Decides which values are accepted.  All keys of a row must agree.  Padding must not interrupt a document, and must not
-be supervised.  All else is refused, because it would change what the model sees.
+Decides which values are accepted.  All keys of a row must describe the same documents and padding.  Padding must not
+interrupt a document, and must not be supervised.  All other values are refused, because they would change what the
+model sees.
 """
 
 from collections.abc import Callable
@@ -106,7 +107,8 @@ def _integers(key: str, values: object) -> np.ndarray:
     return numbers.astype(np.int64)
 
 
-# The following functions convert the values of a key to int64 [n]: the document number of each token, 0 for padding
+# Each of the following functions converts the values of a key to int64 [n]: the document number of each token, from 1;
+# 0 for padding.
 
 
 def _by_number(key: str, values: np.ndarray, num_tokens: int) -> np.ndarray:
@@ -168,8 +170,13 @@ _CLAIMS: dict[str, Callable[[str, np.ndarray, int], np.ndarray]] = {
 
 
 def _padding(claims: dict[str, np.ndarray], keys: dict[str, np.ndarray], is_supervised: np.ndarray) -> np.ndarray:
-    """bool [n]: whether a token is padding.  attention_mask decides; without it, all keys with document numbers; if
-    these mark no padding, position_ids."""
+    """bool [n]: whether each token is padding.
+
+    attention_mask decides.  Without it, a token is padding if any other key of `claims` marks it.  If no key marks
+    padding, zeros of position_ids at the ends of the row do.  Raises DataError if a key marks padding that
+    attention_mask does not mark.
+    claims: {key: document number of each token, 0 for padding}
+    """
     is_padding = np.zeros(len(is_supervised), dtype=bool)
     for numbers in [claims[_MASK]] if _MASK in claims else claims.values():
         is_padding |= numbers == 0
@@ -191,7 +198,10 @@ def _padding(claims: dict[str, np.ndarray], keys: dict[str, np.ndarray], is_supe
 
 
 def _restarts(key: str, values: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """bool [m]: whether a document begins at a token, by position_ids.  Raises DataError if these do not count up."""
+    """bool [m]: whether a document begins at each token of `positions`, by the key `key` with position ids.
+
+    Raises DataError if the ids do not count up from 0 in each document.
+    """
     counted = values[positions]
     follows = (np.diff(counted) == 1) & (np.diff(positions) == 1)
     is_start = counted == 0
@@ -206,8 +216,10 @@ def _restarts(key: str, values: np.ndarray, positions: np.ndarray) -> np.ndarray
 
 
 def _common(starts: dict[str, np.ndarray], positions: np.ndarray) -> np.ndarray:
-    """bool [m]: whether a document begins at a token.  Raises DataError if keys differ, or if a document has padding
-    inside."""
+    """bool [m]: whether a document begins at each token of `positions`.
+
+    starts: {key: the same array by this key}.  Raises DataError if keys differ, or if padding interrupts a document.
+    """
     is_start = next(iter(starts.values()), _changes(np.zeros(len(positions))))
     first = next(iter(starts), "")
     for key, other in starts.items():
@@ -235,5 +247,5 @@ def _changes(values: np.ndarray) -> np.ndarray:
 
 
 def _who(claims: dict[str, np.ndarray], at: int) -> str:
-    """The key by which a token is padding."""
+    """The key that marks the token at index `at` as padding."""
     return next((key for key, numbers in claims.items() if numbers[at] == 0), _POSITIONS[0])

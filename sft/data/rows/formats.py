@@ -1,9 +1,9 @@
 """Reads a row of a data file, in any of the accepted formats, as a checked chat, as plain text or as tokens.
 
 Decides which formats are accepted, and which keys of a row are read.  Refuses invalid rows and rows that fit two
-formats.  `checked_messages.py` checks messages, `chat_keys.py` the keys beside them, and `document_keys.py` the keys of
-packed tokens.  Errors name the message; the caller adds file and line.  This module does not know tokenizers or
-templates (`encode_chat.py` does).
+formats.  `checked_messages.py` checks messages, `chat_keys.py` checks the keys beside them, and `document_keys.py`
+reads the keys of packed tokens.  `encode_chat.py` applies tokenizer and template.  Errors name the message; the caller
+adds file and line.
 
 A key with the value null counts as absent, because many writers fill missing keys with null.
 """
@@ -34,7 +34,7 @@ from sft.errors import DataError
 
 _TEXT = ("text",)
 _COMPLETIONS = ("prompt", "completions")
-_FALLBACKS = (_TEXT, _COMPLETIONS)  # formats of rows that have no other
+_FALLBACKS = (_TEXT, _COMPLETIONS)  # formats that apply only to rows that fit no other format
 
 
 class Chat(NamedTuple):
@@ -44,7 +44,7 @@ class Chat(NamedTuple):
                `data.supervise` decides which roles can be supervised.
     variables  further variables for the chat template; they replace those of data.chat_template_kwargs
     documents  documents for the chat template
-    others     the chats with the other answers to the same prompt
+    others     a chat for each further completion of the same prompt
 
     Arguments of tool calls are as in the row (`messages.with_arguments`).  The content of an answer with thinking parts
     is a list of {"type": "thinking", "thinking": text} and {"type": "text", "text": text}; other contents are strings.
@@ -65,14 +65,14 @@ class PlainText(NamedTuple):
 
 
 class UnwantedRow(DataError):
-    """The row is a chat whose label marks its answer as bad.  Such a row is dropped, not refused."""
+    """The error for a chat whose label marks its answer as bad.  Such a row is dropped, whatever data.on_bad_row is."""
 
 
 def read_row(row: object) -> Chat | PlainText | Tokenized:
     """The chat, the text or the tokens of one row.
 
-    A row is a text, or has several completions, only if it has no other format: many chats have further keys `text` and
-    `completions`.
+    The formats `text` and `prompt, completions` apply only to rows that fit no other format, because many chats have
+    further keys `text` and `completions`.
 
     {"prompt": "Six?", "completion": "6"}
     -> Chat([{"role": "user", "content": "Six?"}, {"role": "assistant", "content": "6"}], None, (0.0, 1.0))
@@ -91,7 +91,7 @@ def read_row(row: object) -> Chat | PlainText | Tokenized:
 
 
 def unused_keys(row: Row) -> list[str]:
-    """The keys of a usable row that nothing reads, in the order of the row.
+    """The keys of a usable row that no part of the program reads, in the order of the row.
 
     {"text": "a", "id": 7, "url": null}  ->  ["id"]
     """
@@ -108,7 +108,10 @@ def _present(row: Row) -> Row:
 
 
 def _shape_of(row: Row, present: Row) -> tuple[str, ...]:
-    """The keys that decide how a row is read.  `present` is the row without nulls."""
+    """The keys of the row's format, such as ("prompt", "completion").  Raises DataError for no format or for two.
+
+    present: the row without keys whose value is null
+    """
     shapes = [keys for keys in _SHAPES if all(key in present for key in keys)]
     fitting = [keys for keys in shapes if keys not in _FALLBACKS]
     if not fitting and shapes:
@@ -143,7 +146,7 @@ def _read_completion(row: Row) -> Chat:
 
 
 def _read_completions(row: Row) -> Chat:
-    """Reads a prompt and several completions."""
+    """Reads a prompt and several completions.  Returns the chat of the first; its `others` are those of the rest."""
     completions = row["completions"]
     if not isinstance(completions, list) or not completions:
         raise DataError(f"completions must be a list of at least one completion; got {type_name(completions)}.")
@@ -218,7 +221,7 @@ def _chat(row: Row, turns: list[CheckedMessage], system_weight: float | None = N
 def _weights(turns: list[CheckedMessage]) -> tuple[float, ...] | None:
     """The weights of the messages; None if no message has a weight.
 
-    Raises DataError if there is no assistant turn, or if all of them and all other messages have weight 0.
+    Raises DataError if there is no assistant turn, or if every message has weight 0.
     """
     written = [turn.weight for turn in turns if turn.message["role"] == "assistant"]
     if not written:

@@ -1,7 +1,8 @@
-"""Defines roles, keys, tool calls, weights and texts of messages, and how errors quote them, for all readers of chats.
+"""Defines what all readers of chats share: roles, keys, tool calls, weights and texts of messages, and quotes in
+errors.
 
-Decides which tool calls are valid, and which weights.  The arguments of a call stay as the row has them, text or
-object, because templates differ in the form that they need (`with_arguments`).  `checked_messages.py` checks messages.
+Decides which tool calls and which weights are valid.  The arguments of a call stay as the row has them, text or object,
+because templates need different forms (`with_arguments`).  `checked_messages.py` checks messages.
 """
 
 import json
@@ -17,14 +18,14 @@ Tools = list[dict[str, Any]] | None
 THINKING = ("reasoning_content", "reasoning", "thinking")  # keys of a message; most templates read reasoning_content
 ROLES = ("system", "user", "assistant", "tool")
 
-_SMALLEST_WEIGHT, _LARGEST_WEIGHT = 1e-6, 1e6  # products do not overflow or underflow in float32
+_SMALLEST_WEIGHT, _LARGEST_WEIGHT = 1e-6, 1e6  # products of weights neither overflow nor underflow in float32
 
 
 # Tool calls
 
 
 def read_calls(calls: object, role: str, where: str) -> list[dict[str, Any]]:
-    """The calls of a message in OpenAI's form, from a list or its JSON text.  Raises DataError."""
+    """The calls of a message in OpenAI's form, from a list or its JSON text.  Raises DataError for an invalid call."""
     if isinstance(calls, str):
         calls = read_json(calls, f"{where}: tool_calls")
     if calls is None or calls == []:
@@ -98,7 +99,7 @@ def _with_arguments(call: dict[str, Any], as_text: bool) -> dict[str, Any]:
 
 
 def text_of(message: Message) -> str:
-    """The text of a message's content, without thinking.  No content: "" """
+    """The text of a message's content, without thinking; "" if the message has no content."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
@@ -129,7 +130,7 @@ def _thinking_of(parts: list[dict[str, Any]]) -> str:
 
 
 def read_weight(value: Any, name: str) -> float:
-    """The weight that a row gives: a number, or true for 1 and false for 0.  Raises DataError."""
+    """The weight that a row gives: a number, or true for 1 and false for 0.  Raises DataError for any other value."""
     if not isinstance(value, (int, float)):
         raise DataError(f"{name} is {type_name(value)}; expected a number of at least 0.")
     if value != 0 and not _SMALLEST_WEIGHT <= value <= _LARGEST_WEIGHT:  # refuses NaN too
@@ -140,7 +141,7 @@ def read_weight(value: Any, name: str) -> float:
 
 
 def read_json(text: str, name: str) -> Any:
-    """The value of a JSON text inside a row.  Raises DataError."""
+    """The value of a JSON text inside a row.  Raises DataError, which begins with `name`, if it is not strict JSON."""
     try:
         return parse_json(text)
     except DataError as error:
@@ -148,12 +149,12 @@ def read_json(text: str, name: str) -> Any:
 
 
 def to_json(part: object) -> str:
-    """A part of a chat as JSON text, which can be searched."""
+    """A value as JSON text; values that JSON lacks become strings."""
     return json.dumps(part, ensure_ascii=False, default=str)
 
 
 def type_name(value: Any) -> str:
-    """Description of a value for errors: `a list`, `null`, `7`."""
+    """A description of a value for errors, such as `a list`, `null` or `7`."""
     if isinstance(value, list):
         return "a list" if value else "an empty list"
     if isinstance(value, dict):

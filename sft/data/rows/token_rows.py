@@ -20,7 +20,7 @@ _UNSUPERVISED = -100  # label of unsupervised tokens, by the convention of PyTor
 class Tokenized(NamedTuple):
     """A row that was tokenised elsewhere: tokens int32 [n], and weights float32 [n], above 0 for supervised tokens.
 
-    starts       index of the first token of each document.  A packed row has several
+    starts       index of the first token of each document; a packed row has several documents
     num_padding  number of tokens that were padding, and are not among `tokens`
     """
 
@@ -31,7 +31,7 @@ class Tokenized(NamedTuple):
 
 
 def read_tokens(row: Row, key: str) -> Tokenized:
-    """The tokens of a row under `key`.  Raises DataError."""
+    """The tokens of a row under `key`.  Raises DataError if tokens, masks, labels or keys of documents are invalid."""
     tokens = _numbers(row, key, (int,), "ids are integers")
     if min(tokens) < 0 or max(tokens) > _LARGEST_ID:
         at = next(i for i, token in enumerate(tokens) if not 0 <= token <= _LARGEST_ID)

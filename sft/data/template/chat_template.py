@@ -30,20 +30,25 @@ _MOST_REASON = 500  # characters of a template's error that messages show
 
 
 class Refused(DataError):
-    """The template raised an error for a chat."""
+    """The error if a template raises an error for a chat."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """The template of a tokenizer, with the names of its special tokens.
+    """The template of a tokenizer, and the variables that it gets in a run.
 
-    with_tools  the template for chats with tools, if the tokenizer has a separate one
+    source          the Jinja template
+    name            its name in messages to users: `of org/model`, `chat.jinja`
+    special_tokens  variables from the tokenizer: {"bos_token": "<s>", ...}
+    switches        data.chat_template_kwargs
+    with_tools      the template for chats with tools, if the tokenizer has a separate one
+    date            data.date, YYYY-MM-DD
     """
 
     source: str
-    name: str  # name in messages to users: `of org/model`, `chat.jinja`
+    name: str
     special_tokens: dict[str, Any]
-    switches: dict[str, Any] = field(default_factory=dict)  # data.chat_template_kwargs
+    switches: dict[str, Any] = field(default_factory=dict)
     with_tools: str | None = None
     date: str = DATE
 
@@ -76,14 +81,14 @@ class ChatTemplate:
 
     @cached_property
     def prompt_inputs(self) -> PromptInputs:
-        """The inputs on which the header of a prompt depends, besides the variables of the run and of the row."""
+        """The inputs on which the header of a prompt may depend, besides the variables of the run and of the row."""
         fixed = self.variables - {"messages", "tools", "documents"}
         inputs = {prompt_inputs(self._compiled[0][0].parse(source), fixed) for source in self.sources}
         return max(inputs, key=list(PromptInputs).index)
 
     @property
     def free_switches(self) -> list[str]:
-        """The names in `variables` to which the run gives no value."""
+        """The names in `variables` to which neither the run nor every chat gives a value, sorted."""
         return sorted(self.variables - {*GIVEN, *self.special_tokens, *self.switches})
 
     def render(
@@ -105,9 +110,10 @@ class ChatTemplate:
         return self.rendered(trace_inputs(messages, tools, documents, variables or {}), prompt=prompt)
 
     def rendered(self, inputs: TemplateInputs, *, prompt: bool = False, kept: KeptResults | None = None) -> Rendering:
-        """The rendering of inputs that already have sources.  Raises the errors of `render`.
+        """The rendering of inputs that have sources (`trace_inputs`).  Raises the errors of `render`.
 
-        kept: results of other renderings that begin with the same messages and have the same other inputs
+        kept: results of other renderings that begin with the same messages and have the same other inputs; this
+              rendering uses them and adds its own
         """
         sandbox, template = self._compiled[-1 if inputs.tools else 0]
         with self._refusing("refused the chat"):
@@ -129,7 +135,7 @@ class ChatTemplate:
 
     @contextmanager
     def _refusing(self, outcome: str) -> Iterator[None]:
-        """Raises Refused for an error of the template, and DataError beyond the sandbox's limits."""
+        """Converts an error of the template to Refused, and TooMuch to DataError.  outcome: what the template did"""
         try:
             yield
         except TooMuch as error:
@@ -168,7 +174,7 @@ class ChatTemplate:
         return compiled
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A process that receives the template compiles it again.
+        # Pickles the fields only; the process that receives them compiles the template itself.
         fields = (self.source, self.name, self.special_tokens, self.switches, self.with_tools, self.date)
         return ChatTemplate, fields
 

@@ -1,4 +1,4 @@
-"""Compiles a chat template to Python code that counts operations, and that keeps the sources of texts.
+"""Compiles a chat template to Python code that counts operations and keeps the sources of texts.
 
 The code calls methods of the sandbox (`sandbox.py`) for constants, written values, sums, slices, loops, and assignments
 to names, and around statements whose results may be kept (`iterations.py`).
@@ -83,12 +83,12 @@ class Compiler(StatementCompiler):
             super().visit_Getitem(node, frame)
 
     def visit_MarkSafe(self, node: nodes.MarkSafe, frame: Frame) -> None:
-        """Generates the code of a value that gets a name.  Only `Sandbox.compiled` makes this node, not Jinja."""
+        """Generates the code of a value that a name gets.  Jinja does not make this node; `Sandbox.compiled` does."""
         is_name = isinstance(node.expr, nodes.Name)  # a second name for a value makes no new text
         self._call("environment.written" if is_name else "environment.named", (node.expr,), frame)
 
     def visit_MarkSafeIfAutoescape(self, node: nodes.MarkSafeIfAutoescape, frame: Frame) -> None:
-        """Generates the code of a loop's iterable.  Only `Sandbox.compiled` makes this node, not Jinja."""
+        """Generates the code of a loop's iterable.  Jinja does not make this node; `Sandbox.compiled` does."""
         kept = getattr(node, "kept", None)
         if kept is None:
             self._call("environment.loop_items", (node.expr,), frame)

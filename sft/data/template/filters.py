@@ -1,4 +1,4 @@
-"""Filters, functions and JSON of chat templates, whose results keep the sources of their texts."""
+"""Implements filters, functions and JSON for chat templates.  Their results keep the sources of their texts."""
 
 import json
 import re
@@ -23,7 +23,7 @@ _MONTHS = "January February March April May June July August September October N
 
 
 class Filters(Operations):
-    """The filters and functions of one template.  date: the date that strftime_now returns"""
+    """The filters and functions of one template.  date: the date that strftime_now formats"""
 
     date: datetime
 
@@ -35,7 +35,7 @@ class Filters(Operations):
         separators: Any = None,
         sort_keys: bool = False,
     ) -> str:
-        """transformers' filter `tojson`.  The text of a value of the chat keeps the value's source."""
+        """The filter `tojson` of transformers.  Texts of values of the chat keep the sources of the values."""
         self.check_value(value)
         options = {"ensure_ascii": ensure_ascii, "separators": separators, "sort_keys": sort_keys}
         text = json_text(value, self.containers, indent, **options)
@@ -43,7 +43,7 @@ class Filters(Operations):
         return text
 
     def safe(self, value: Any) -> "Safe":
-        """The filter `safe`."""
+        """The filter `safe`: marks a text as safe, so that escaping does not change it."""
         text = self.text_of(value)
         return Safe(str.__str__(text), text.pieces)
 
@@ -66,10 +66,10 @@ class Filters(Operations):
         return joined(Text.of("\n", CONSTANT), [margin + lines[0] if first else lines[0], *rest])
 
     def check_change(self, changed: list[Any], method: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Checks a method that changes a list, and returns the arguments to use.
+        """Checks a call of `method` that changes the list `changed`, and returns the arguments to use.
 
-        The template must have made the list.  It may add texts, numbers, and objects and lists of the chat; with lists
-        of its own, a list could become too large without notice.
+        Raises SecurityError unless the template has made the list, and adds only texts, numbers, and objects and lists
+        of the chat.  With lists of its own as items, a list could exceed the limits without a check.
         """
         if id(changed) in self.containers or id(changed) in self.input_lists:
             raise SecurityError(f"a template must not {method} to a list that it is given")
@@ -81,7 +81,7 @@ class Filters(Operations):
         return (new,) if method == "extend" and args else args
 
     def strftime_now(self, format: str) -> Text:
-        """The date of the run, with English names in every locale."""
+        """The date of the run in a format of strftime, with English names in every locale."""
         date = self.date
         day, month = _NAMES[date.isoweekday() % 7], _MONTHS[date.month - 1]
         names = {"%a": day[:3], "%A": day, "%b": month[:3], "%h": month[:3], "%B": month}
@@ -91,10 +91,11 @@ class Filters(Operations):
 
 
 def json_text(value: Any, containers: Containers, indent: int | str | None, **options: Any) -> Text:
-    """The text of json.dumps, with sources.
+    """The text of json.dumps(value), with sources.
 
-    {"day": "Mon"} of the chat   the source of all characters is this object
-    an object of the template    the source of brackets, commas and colons is the template; each value keeps its source
+    An object of the chat, {"day": "Mon"}, is the source of all its characters.  For an object that the template made,
+    the template is the source of brackets, commas and colons, and each value keeps its source.
+    containers: the source of each object and list of the chat, by its id
     """
     plain = json.dumps(value, indent=indent, **options)
     source = _source_of(value, containers)
@@ -150,7 +151,7 @@ def _escaped(text: Text, plain: str) -> Text:
         quote = (Piece(text.pieces[0].source, 0, 0, 1),) if text.pieces else whole(CONSTANT, 1)
         return Text(plain, (*quote, *text.pieces, *quote))
     sources = {piece.source for piece in text.pieces}
-    if len(sources) > 1:  # an escaped character of one part could be attributed to the field of another
+    if len(sources) > 1:  # it is not known which source an escaped character belongs to
         return Text.of(plain, Unknown("tojson of a composed text"))
     first, last = min(piece.start for piece in text.pieces), max(piece.stop for piece in text.pieces)
     return Text(plain, (Piece(text.pieces[0].source, first, last, len(plain)),))

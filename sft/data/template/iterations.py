@@ -1,8 +1,8 @@
-"""Finds the statements of a template whose text need not be made again in another rendering of the chat.
+"""Finds the statements of a template whose results can be used again in another rendering of the same chat.
 
-Decides on what the result of a statement depends.  Renderings of one chat differ in the number of messages and in
-add_generation_prompt.  So two executions of an iteration for the same message, or of the same statement, have the same
-result if the same values reach them.  The values are found in the syntax tree:
+Decides on which values the result of a statement depends.  Renderings of one chat differ in the number of messages and
+in add_generation_prompt.  So two executions of a statement, or of a loop's iteration for the same message, have the
+same result if these values are equal.  They are found in the syntax tree:
 
     names    values at the start of the loop of names that the template assigns, and of messages and
              add_generation_prompt
@@ -10,7 +10,8 @@ result if the same values reach them.  The values are found in the syntax tree:
              conditions that read nothing else, so that `loop.index0 > ns.last_query` depends on true or false only
     changes  attributes of namespaces and lists that the statement may change
 
-A statement with anything that this module does not recognise is always executed.  `replay.py` keeps the results.
+A statement that contains an expression that this module does not recognise is always executed.  `replay.py` keeps the
+results.
 """
 
 from collections.abc import Iterator, Set
@@ -38,7 +39,10 @@ _REFUSED = (
 
 @dataclass
 class Reads:
-    """Names and values that a statement reads, and that it may change.  An attribute of None: the list itself."""
+    """The values that a statement reads, and those that it may change, as the docstring of the module describes them.
+
+    changes  pairs (name, attribute) of namespaces; the attribute None stands for a list with this name
+    """
 
     names: dict[str, None] = field(default_factory=dict)
     keys: list[nodes.Expr | Query] = field(default_factory=list)
@@ -46,11 +50,11 @@ class Reads:
 
 
 class _Unrecognised(Exception):
-    """The statement cannot be kept."""
+    """The error for a statement whose result cannot be kept."""
 
 
 class Repeated(NamedTuple):
-    """A statement whose result can be kept: the body of a loop, or some text."""
+    """A statement whose result can be kept: a loop, each iteration of which has a result, or a text."""
 
     statement: nodes.For | nodes.Output
     reads: Reads
@@ -79,11 +83,11 @@ def repeated(tree: nodes.Template) -> Iterator[Repeated]:
 
 
 class _Scope(NamedTuple):
-    """Where an expression stands.
+    """The names that are visible to an expression.
 
-    local     names that the statement itself assigns
-    has_loop  whether `loop` is the statement's own loop
-    in_macro  whether the expression is in a macro, where other local names are visible than in the statement
+    local     names that the statement or the macro around the expression assigns
+    has_loop  whether `loop` is the loop of the statement
+    in_macro  whether the expression is in a macro that the statement calls
     fresh     local names of a macro that get a new namespace before they are used
     """
 
@@ -94,7 +98,7 @@ class _Scope(NamedTuple):
 
 
 class _Reader:
-    """Reads one statement."""
+    """Finds the `Reads` of one statement.  Raises _Unrecognised if its result cannot be kept."""
 
     def __init__(self, template: TemplateNames, statement: nodes.For | nodes.Output, body: list[nodes.Node]) -> None:
         self.template, self.reads = template, Reads()
@@ -139,7 +143,7 @@ class _Reader:
         self.reads.changes[name, attr] = None
 
     def _macro(self, name: str) -> tuple[list[nodes.Node], _Scope] | None:
-        """The defaults and the body of a macro, and its scope; None if it was read before."""
+        """The defaults and the body of a macro, and its scope; None if this statement's macro was read before."""
         if name in self._macros:
             return None
         self._macros.append(name)
@@ -226,17 +230,17 @@ class _Reader:
             self._read(child, scope._replace(has_loop=False))
 
     def _key(self, key: nodes.Expr | Query, scope: _Scope) -> None:
-        """Adds a key, unless it is the same in all renderings of a chat."""
+        """Adds a key, unless its value is the same in all renderings of a chat."""
         node = key.items if isinstance(key, Query) else key
         names = {name.name for name in (node, *node.find_all(nodes.Name)) if isinstance(name, nodes.Name)}
         if (names & self.tracked or (scope.has_loop and "loop" in names)) and key not in self.reads.keys:
             self.reads.keys.append(key)
 
     def _is_known(self, node: nodes.Node, scope: _Scope) -> bool:
-        """Whether the expression, at the start of the statement, has the value that it has inside.
+        """Whether the expression has the same value at the start of the statement as where it stands.
 
-        If the template changes lists, only what the template is given, attributes and names are known, because two
-        names may have one list.
+        If the template changes lists, two names may have the same list.  Then only names, attributes, and values that
+        the template is given count as known.
         """
         match node:
             case nodes.Name():
@@ -264,21 +268,21 @@ class _Reader:
         names = {name.name for name in node.find_all(nodes.Name)} - {self.target}
         ours = self.tracked - _GIVEN | self.template.assigned
         if _searches(node) and names & (ours | {"loop"}):
-            return False  # the value may be an iterator, from which a search takes items
+            return False  # the value may be an iterator; a search would take items from it
         return not (self.template.changes_lists and names & ours) and all(
             self._is_known(child, scope) for child in node.iter_child_nodes()
         )
 
 
 def _searches(node: nodes.Node) -> bool:
-    """Whether an expression looks for an item in a value."""
+    """Whether an expression searches for an item in a value: `in`, `not in`."""
     if isinstance(node, nodes.Compare):
         return any(operand.op in ("in", "notin") for operand in node.ops)
     return isinstance(node, nodes.Test) and node.name == "in"
 
 
 def _compares_numbers(node: nodes.Node) -> bool:
-    """Whether a comparison does not depend on the items of any list: with `loop.index`, it raises or is constant."""
+    """Whether a comparison compares an attribute of `loop` with an attribute, so that no list's items affect it."""
     match node:
         case nodes.Compare(
             expr=nodes.Getattr(node=nodes.Name(name=left)),

@@ -1,7 +1,7 @@
-"""Counts the operations of a chat template, and bounds the size of their results in advance.
+"""Counts the operations of a chat template, and computes bounds of the sizes of their results before they run.
 
     steps       Each iteration of a loop, each item that a filter reads or returns, each call and each filter is a step.
-    characters  Each text counts when an operation makes it.
+    characters  The characters of each text count when an operation makes the text.
     sizes       `_RESULTS` lists the methods and filters whose results can be much larger than their arguments, with a
                 bound that is computed before they run.  `check_operator` does the same for operators.
 
@@ -21,7 +21,7 @@ from sft.data.template.trace import Text, is_constant
 from sft.errors import DataError
 
 MAX_STEPS = 10_000_000  # a chat of 1,500 messages takes some 100,000
-MAX_CHARACTERS = 100_000_000  # longest text: about 25 million tokens, more than any sample, and fits into memory
+MAX_CHARACTERS = 100_000_000  # of one text: about 25 million tokens, more than any sample
 MAX_MADE = 2_000_000_000  # characters of all texts that one rendering makes
 _MAX_BITS = 100_000  # largest size of an integer
 _MAX_NUMBER = 1_000_000  # largest number in the arguments of a method or filter of _RESULTS
@@ -58,7 +58,7 @@ _BY_ITEM = frozenset("list batch slice reverse sort unique min max groupby".spli
 
 
 class TooMuch(DataError):
-    """The template would take too many steps, or make too much text."""
+    """The error if a template would take too many steps or make too much text.  Its message is a predicate."""
 
 
 class Counts:
@@ -81,18 +81,18 @@ class Counts:
         return True
 
     def step(self, items: int) -> None:
-        """Counts a step for each item."""
+        """Counts `items` steps."""
         self.steps += items
         if self.steps > self.max_steps:
             raise TooMuch(f"takes more than {self.max_steps:,} steps")
 
     def check(self, characters: int) -> None:
-        """Refuses a text of this many characters before it is made."""
+        """Raises TooMuch for a text of too many characters.  Called before the text is made."""
         if characters > self.max_characters:
             raise TooMuch(f"writes more than {self.max_characters:,} characters")
 
     def check_value(self, value: Any) -> None:
-        """Refuses a list or mapping that holds too much text."""
+        """Raises TooMuch for a value that holds too much text."""
         self.check(self._extent(value))
 
     def counted(self, items: Iterator[Any]) -> Iterator[Any]:
@@ -102,13 +102,14 @@ class Counts:
             yield item
 
     def loop_items(self, items: Any) -> Any:
-        """The iterable of a loop, with counted items.  Jinja may put all items into a list at once."""
+        """Returns the iterable of a loop.  Raises TooMuch if it has more items than steps are left: Jinja may copy all
+        items to a list before the first iteration."""
         if isinstance(items, (str, list, tuple, dict)) and len(items) > self.max_steps - self.steps:
             raise TooMuch(f"takes more than {self.max_steps:,} steps")
         return items
 
     def check_operator(self, operator: str, left: Any, right: Any) -> None:
-        """Refuses `*`, `**` and `%` if the result would be too large."""
+        """Raises TooMuch if the result of `*`, `**` or `%` would be too large."""
         if operator == "%" and isinstance(left, str):
             self.check_format(left, right if isinstance(right, tuple) else (right,))
         elif isinstance(left, int) and isinstance(right, int):
@@ -122,7 +123,10 @@ class Counts:
                     self.check(self._extent(sequence) * times)
 
     def check_filter(self, name: str, subject: Any, values: tuple[Any, ...]) -> None:
-        """Counts a filter, and refuses it if the result would be too large."""
+        """Counts a filter.  Raises TooMuch if its result would be too large.
+
+        subject: the value before the `|`; values: the arguments of the filter
+        """
         self.tick()
         if name not in _INSTANT:
             if isinstance(subject, (list, tuple, dict, range)) or (name in _BY_ITEM and isinstance(subject, str)):
@@ -137,7 +141,10 @@ class Counts:
             self.check_value(subject)
 
     def check_method(self, name: str, subject: Any, args: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Counts a call of a method, refuses it if the result would be too large, and returns the arguments to use."""
+        """Counts the items that a method reads or makes, and returns the arguments to use.
+
+        Raises TooMuch if the result would be too large.  subject: the object of the method; values: all arguments
+        """
         if name == "fromkeys" and args and isinstance(args[0], (range, list, tuple, str)):
             self.step(len(args[0]))
         if name == "join" and args and isinstance(subject, (str, bytes)):
@@ -151,7 +158,7 @@ class Counts:
         return args
 
     def count_result(self, value: Any) -> None:
-        """Counts the characters of a filter's, function's or operator's result."""
+        """Counts the characters of the result of a filter, function or operator.  Raises TooMuch if it is too large."""
         if isinstance(value, (str, bytes)):
             self.tick(len(value))
         elif isinstance(value, int):
@@ -160,7 +167,7 @@ class Counts:
             self.check(_ITEM * len(value))
 
     def check_format(self, template: str, values: tuple[Any, ...]) -> None:
-        """Refuses `%` and `format` if the result would be too large."""
+        """Raises TooMuch if the result of formatting `values` with `%` or `format` would be too large."""
         if _WIDE.search(template):
             raise TooMuch("formats text to a width that is not written in up to five digits")
         longest = max(map(self._extent, values), default=0)
@@ -185,7 +192,7 @@ class Counts:
             self.check(_RESULTS[name](subject if isinstance(subject, (str, bytes)) else "", number, text))
 
     def _extent(self, value: Any) -> int:
-        """Characters of all texts in a value at any depth, plus 8 for each item of another type.
+        """The number of characters of all texts in a value at any depth, plus 8 for each item of another type.
 
         Counting stops above the limit, because a list may contain another list many times.
         """

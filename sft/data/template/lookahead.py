@@ -1,14 +1,15 @@
-"""Finds how far the keys of a loop reach along the list of messages.
+"""Finds how far the keys of a loop (`iterations.py`) read along the list of messages.
 
-Decides which iterations of a loop have the same result when more messages follow, without a look at each of them.  If a
-loop was executed for n messages, its keys read up to `reach` messages beyond their own, and all else that they read is
-equal, then its first n - reach iterations have the same keys for more messages.  The first `behind` ones may read
-messages[-1].
+Decides which iterations of a loop have the same result when more messages follow, without comparing the keys of each.
+Let a loop be executed for n messages, let its keys read up to `reach` messages after the iteration's own message, and
+let all other values that the keys read be equal.  Then the first n - reach iterations have the same keys for more
+messages.  Keys that read up to `behind` messages before their own may read messages[-1] in the first `behind`
+iterations, which are compared one by one.
 
     {% if loop.last %}, messages[loop.index0 + 1]     reach 1
     messages[loop.index0 - 1]                         behind 1
     a query of messages[loop.index:]                  reach 1, if all further messages have the outcome of the last one
-    messages | length, messages[2:]                   not known: every iteration is looked up by itself
+    messages | length, messages[2:]                   not known: the keys of every iteration are compared
 """
 
 from collections.abc import Sequence
@@ -24,11 +25,13 @@ _AFTER = frozenset(("last", "nextitem"))
 
 
 class Lookahead(NamedTuple):
-    """Reads of the keys of a loop.
+    """The values that the keys of a loop read.
 
-    lists   names of lists whose items at an index relative to the message are read
+    reach   the most messages after the iteration's message that a key reads
+    behind  the most messages before it that a key reads
+    lists   names of lists of which keys read items at an index relative to the message
     queries the position of each query among the keys, and the name of its list
-    values  names that are read, each with the attribute or the fixed index that is read; None: the name itself
+    values  names that keys read, each with the attribute or the fixed index that is read; None: the value of the name
     """
 
     reach: int
@@ -39,11 +42,11 @@ class Lookahead(NamedTuple):
 
 
 class _Far(Exception):
-    """A key depends on all messages."""
+    """The error for a key that may depend on all messages."""
 
 
 def lookahead(keys: Sequence[nodes.Expr | Query], target: str) -> Lookahead | None:
-    """How far the keys reach; None if that is not known.  target: the name of the loop's item"""
+    """The values that the keys of a loop read; None if they are not known.  target: the name of the loop's item"""
     finder = _Finder(target)
     try:
         for position, key in enumerate(keys):
@@ -104,7 +107,7 @@ class _Finder:
 
 
 def _offset(index: nodes.Node) -> int | None:
-    """The index of a list relative to the index of the loop's item; None if it is none."""
+    """The index relative to that of the loop's item: 1 for loop.index0 + 1; None if `index` has no such form."""
     match index:
         case nodes.Getattr(node=nodes.Name(name="loop"), attr=attr):
             return _AT.get(attr)

@@ -1,6 +1,6 @@
 """Compares the iterations of a loop with those of an earlier rendering of the chat.
 
-Decides how many of the first iterations have the same result (`lookahead.py` finds how far a loop looks).
+Decides how many of the first iterations have the same result.  `lookahead.py` finds how many messages they read ahead.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,8 @@ from sft.data.template.rendering import Run
 
 
 class Result(NamedTuple):
-    """The text that a statement wrote at position `start`, and the values that it left in its changes."""
+    """The result of a statement: its text at position `start` of the rendering, the text's runs, and the values that
+    the statement left in the namespaces and lists that it changed."""
 
     start: int
     text: str
@@ -22,24 +23,33 @@ class Result(NamedTuple):
 
 @dataclass
 class LoopPass:
-    """The first iterations of a loop in a rendering, with the keys of their results."""
+    """The first iterations of a loop in a rendering.
+
+    items  the items of the loop
+    lists  the other lists of which the iterations read items
+    steps  the key and the result of each iteration
+    """
 
     items: list[Any]
     lists: tuple[list[Any], ...]
     steps: list[tuple[tuple[Any, ...], Result]] = field(default_factory=list)
 
     def num_equal(self, items: list[Any], lists: tuple[list[Any], ...], reach: int) -> int:
-        """The number of first iterations that are the same for these items."""
+        """The number of first iterations that have the same results for these items and lists."""
         pairs = zip((self.items, *self.lists), (items, *lists), strict=True)
         return min(len(self.steps), *(num_same(left, right) - reach for left, right in pairs))
 
 
 class Walk:
-    """A loop over a list, some items of which are skipped."""
+    """A loop over a list that may skip items.
+
+    num_equal  number of first iterations that have the same results as in `earlier`
+    behind     number of first iterations that are compared one by one
+    """
 
     def __init__(self, items: list[Any]) -> None:
         self.items, self.iterator = items, iter(items)
-        self.position = -1  # of the iteration
+        self.position = -1  # the index of the current iteration
         self.now: LoopPass | None = None  # the iterations of this rendering
         self.earlier: LoopPass | None = None  # the iterations of another rendering with the same start
         self.num_equal = self.behind = 0
@@ -52,7 +62,7 @@ class Walk:
 
 
 def moved(result: Result, start: int) -> Result:
-    """The result at another position of the text."""
+    """The result as if it was written at position `start`."""
     moved = start - result.start
     runs = [
         tuple.__new__(Run, (a + moved, b + moved, source, writer, first, last))

@@ -1,7 +1,7 @@
-"""The operations that a compiled template calls to write, name, join and add values.  Each result keeps its sources.
+"""Implements the operations that a compiled template calls to write, name, join and add values.
 
 Decides which source the text of a value has, and which message is its writer: the message that the template was writing
-at the time.  `compiler.py` inserts the calls into templates; `filters.py` has filters and functions.
+when it made the text.  `compiler.py` inserts the calls into templates; `filters.py` has filters and functions.
 """
 
 from collections.abc import Iterable, Iterator, Set
@@ -25,7 +25,7 @@ class Operations(Counts):
     constants   the constants of the template
     message     the index of the message that the template is writing; None outside of loops over messages
     containers  the source of each object and list of the chat, by its id
-    given       the ids of further lists that the template must not change
+    input_lists the ids of further lists that the template must not change
     """
 
     constants: list[Text | Int]
@@ -33,14 +33,19 @@ class Operations(Counts):
     def begin(
         self, containers: dict[int, Field], messages: dict[int, int], input_lists: Set[int] = frozenset()
     ) -> None:
-        """Starts a rendering.  `messages` holds the index of each message by its id."""
+        """Starts a rendering.
+
+        containers   the source of each object and list of the chat, by its id
+        messages     {id of a message: its index}
+        input_lists  ids of further lists that the template must not change
+        """
         self.steps = self.made = 0
         self.input_lists = input_lists
         self.message: int | None = None
         self.containers, self.messages = containers, messages
 
     def constant(self, value: str | int) -> int:
-        """The index in `constants` of a constant of the template."""
+        """Adds a constant of the template to `constants`, and returns its index there."""
         self.constants.append(Text.of(value, CONSTANT) if isinstance(value, str) else Int.of(value, CONSTANT))
         return len(self.constants) - 1
 
@@ -52,13 +57,13 @@ class Operations(Counts):
             self.message = index
 
     def write(self, value: Any) -> Text:
-        """The text that the template writes for a value."""
+        """The text that the template writes for a value, with its sources.  Counts its characters."""
         text = value if type(value) is Text else self.text_of(value)
         self.tick(len(text))
         return text
 
     def write_escaped(self, eval_context: Any, value: Any) -> str:
-        """`write` if the template may have enabled escaping.  Escaped results have no sources."""
+        """The result of `write`, escaped if the template has enabled escaping.  An escaped text has no sources."""
         if not eval_context.autoescape:
             return self.write(value)
         text = Markup.escape(value if isinstance(value, str) else self.text_of(value))
@@ -70,7 +75,7 @@ class Operations(Counts):
         return self.written(concatenated(parts))
 
     def written(self, value: Any) -> Any:
-        """The value.  In a text, the pieces at the end that have no writer get the current message as their writer."""
+        """The value itself.  If it is a text, its last pieces that have no writer get the current message as writer."""
         if type(value) is not Text:
             return value
         pieces, writer = value.pieces, self.message
@@ -83,7 +88,8 @@ class Operations(Counts):
         return sourced(value, (*pieces[:first], *written))
 
     def named(self, value: Any) -> Any:
-        """The value of an assignment to a name: a text gets its writer, a collection is checked for its size."""
+        """The value that a name gets.  A text gets its writer.  Raises TooMuch for a list or object that is too
+        large."""
         if type(value) is Text:
             return self.written(value)
         if isinstance(value, (list, tuple, dict, Namespace)):
@@ -130,7 +136,7 @@ class Operations(Counts):
         return value
 
     def _safe_sum(self, left: Any, right: Any, value: str) -> str:
-        """A sum with a text that is marked safe.  Jinja escapes the other part."""
+        """The sum `value` of two parts of which one is marked safe, with sources if escaping changed nothing."""
         if not isinstance(value, Markup):
             return value
         parts = [self.text_of(part) for part in (left, right)]
@@ -155,7 +161,7 @@ class Operations(Counts):
         return Text.of(str.__str__(text), source)
 
     def _sourced(self, value: Any, operation: str) -> Any:
-        """The result of a filter or function.  Without sources, its source is Unknown with the operation's name."""
+        """The result of a filter or function.  A text without sources gets the source Unknown(operation)."""
         if type(value) in (Text, bool):
             return value
         if isinstance(value, Iterator):

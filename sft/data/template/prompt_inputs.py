@@ -58,7 +58,7 @@ class _Assignments:
 
     values    by name, the assigned expressions (None: not recognised), each with the conditions of the assignment
     blocks    each `if`, with the conditions under which it is reached
-    messages  names that loops over messages assign
+    messages  names of the items of loops over messages
     """
 
     def __init__(self, tree: nodes.Template) -> None:
@@ -67,7 +67,7 @@ class _Assignments:
         self.messages: set[str] = set()
         self.has_jumps = False  # break and continue add conditions to the statements after them
         attributes = {id(node.node) for node in tree.find_all(nodes.Getattr)}
-        # Names that are read as a whole.  A namespace that is could get a second name, and be changed by that name.
+        # Names that are read without an attribute.  Such a namespace could get a second name and change under it.
         self.whole = {n.name for n in tree.find_all(nodes.Name) if n.ctx == "load" and id(n) not in attributes}
         self._statements(tree.body, ())
 
@@ -89,7 +89,7 @@ class _Assignments:
                     pass
                 case nodes.Break() | nodes.Continue():
                     self.has_jumps = True
-                case _:  # whether and how often such a statement runs is unknown
+                case _:  # it is not known whether and how often such a statement runs
                     for node in statement.find_all(nodes.NSRef):
                         self._assign(node, None, conditions)
                     for name in statement.find_all(nodes.Name):
@@ -121,9 +121,9 @@ class _Assignments:
 
 
 class _Reads:
-    """The inputs that expressions read, directly or through assigned names.
+    """Finds the inputs that expressions read, directly or through assigned names.
 
-    shapes  whether any examined expression reads the shape of messages
+    shapes  whether an expression that was examined reads the shapes of messages
     """
 
     def __init__(self, assignments: _Assignments, variables: Set[str]) -> None:
@@ -160,7 +160,7 @@ class _Reads:
             case nodes.For():
                 over_messages = _is_name(condition.iter, "messages") and "messages" not in self.assignments.values
                 self.shapes = True
-                return condition.test is None and over_messages  # no shape says how many calls a message has
+                return condition.test is None and over_messages  # shapes decide the number of messages, not of calls
             case nodes.And() | nodes.Or():
                 return self._decides(condition.left) and self._decides(condition.right)
             case nodes.Not():
@@ -200,7 +200,7 @@ class _Reads:
         return self._known[name]
 
     def _is_key(self, value: nodes.Node) -> bool:
-        """Whether the expression is a key of a message.  The shape says whether the key has a value."""
+        """Whether the expression reads a key of a message.  The shape contains whether the key has a value."""
         if isinstance(value, nodes.Call) and isinstance(value.node, nodes.Getattr) and value.node.attr == "get":
             return len(value.args) == 1 and not value.kwargs and self._is_message(value.node.node)
         return isinstance(value, nodes.Getattr | nodes.Getitem) and bool(_key(value)) and self._is_message(value.node)

@@ -1,11 +1,11 @@
-"""Finds queries in a template: loops over messages that only find out whether some message has a property.
+"""Finds queries in a template: loops over messages that only determine whether some message has a property.
 
     {% for later in messages[loop.index:] %}
       {% if later.role == 'assistant' and 'tool_calls' not in later %}{% set answer.found = true %}{% endif %}
     {% endfor %}
 
-The result of such a loop depends on the values of its conditions for each item, and on the order of the last items that
-have them, not on the number of items.
+The result of such a loop depends only on the combinations of values that its conditions have for some item, and on the
+order of the last items with each combination.  It does not depend on the number of items.
 """
 
 from collections.abc import Set
@@ -21,7 +21,7 @@ PURE = (
 
 
 class Query(NamedTuple):
-    """A loop that only assigns constants, by conditions on its items: whether a later message answers, and so on.
+    """A loop that only assigns constants, depending on conditions on its items.
 
     items   the list, or the part of it, that the loop reads
     target  the name of an item
@@ -34,7 +34,7 @@ class Query(NamedTuple):
 
 
 def query_of(loop: nodes.For, taken: Set[str]) -> Query | None:
-    """The loop as a query; None if it does anything else.  taken: names that the loop must not change"""
+    """The loop as a query; None if it is no query.  taken: names that the loop must not change"""
     if loop.test is not None or loop.else_ or loop.recursive:
         return None
     if not isinstance(loop.target, nodes.Name) or not isinstance(loop.iter, nodes.Getitem | nodes.Name):
@@ -48,7 +48,7 @@ def query_of(loop: nodes.For, taken: Set[str]) -> Query | None:
                 waiting += [*block.body, *block.elif_, *block.else_]
             case nodes.Assign(target=nodes.NSRef(name=name), node=nodes.Const(value=value)) if name not in taken:
                 if isinstance(value, str):
-                    return None  # the message of the item becomes the text's writer
+                    return None  # a text would get the item's message as its writer
             case nodes.Output() as output if _is_blank(output):
                 pass
             case _:

@@ -1,4 +1,4 @@
-"""The inputs and the result of a chat template.  Each character of the result has a source.
+"""Defines the inputs and the result of a chat template.  Each character of the result has a source.
 
 Decides the form of the inputs: messages as transformers passes them, with a source for each text, number, key, object
 and list (`trace.py`).  `chat_template.py` decides the variables of the run, and `chat/reading.py` reads the sources.
@@ -22,7 +22,7 @@ class TemplateInputs(NamedTuple):
     documents: list[dict[str, Any]] | None
     variables: dict[str, Any]
     containers: dict[int, Field]  # the source of each object and list, by its id
-    fields: tuple[Field, ...]  # all texts and numbers
+    fields: tuple[Field, ...]  # the sources of all texts and numbers
 
 
 class Run(NamedTuple):
@@ -48,17 +48,17 @@ class Rendering(NamedTuple):
 
 
 class Output(NamedTuple):
-    """A rendering in the making: its parts, and the sources of their characters."""
+    """The parts of a rendering that have been written so far, and the runs of their characters."""
 
     parts: list[str]
     runs: list[Run]
 
 
 def collected(chunks: Iterable[str], writer: Callable[[], int | None], output: Output) -> Rendering:
-    """The rendering of the chunks that a template yields.
+    """The rendering of the chunks of text that a template yields.
 
-    writer  returns the message that is now being written
-    output  empty; a template may add to it between two chunks
+    writer  returns the index of the message that the template is writing
+    output  empty; a template may add kept results to it between two chunks (`replay.py`)
     """
     parts, runs = output
     for chunk in chunks:
@@ -96,13 +96,15 @@ def trace_inputs(
 
 
 class _Tracer:
-    """Copies values with sources.  Allows only JSON's types, because a template could call methods of other types."""
+    """Copies values, with sources.  Replaces values of types that JSON lacks, because a template could call their
+    methods."""
 
     def __init__(self, containers: dict[int, Field], fields: list[Field]) -> None:
         self.containers, self.fields = containers, fields
 
     def message(self, index: int, message: Message) -> dict[str, Any]:
-        """A message in the form in which transformers passes it.  Reasoning is under all keys that templates read.
+        """A message in the form in which transformers passes it, with reasoning also under reasoning_content.
+
         {"thinking": "so"}  ->  {"thinking": "so", "reasoning_content": "so"}
         """
         role = message["role"]

@@ -1,14 +1,14 @@
-"""Keeps the results of a template's statements, and writes them again where nothing has changed.
+"""Keeps the results of a template's statements, and uses them in other renderings of the same chat.
 
-Decides when a result is used again: in a rendering of the same chat, with equal values of all that the statement reads.
-`iterations.py` finds what a statement reads, `value_keys.py` compares values, and `compiler.py` inserts the calls.
+Decides when a result is used again: if all values that the statement reads are equal.  `iterations.py` finds these
+values, `value_keys.py` compares them, and `compiler.py` inserts the calls.
 
     kept = KeptResults()
     template.rendered(inputs of 3 messages, kept=kept)    executes 3 iterations
-    template.rendered(inputs of 5 messages, kept=kept)    writes 3 again, executes 2
+    template.rendered(inputs of 5 messages, kept=kept)    uses the results of 3, executes 2
 
-The first iterations of a loop are written again at once, without a look at each of them, where `lookahead.py` proves
-that more messages do not change them.
+Where `lookahead.py` proves that more messages do not change the first iterations of a loop, their results are used at
+once, without comparing the keys of each.
 """
 
 from collections.abc import Callable
@@ -36,8 +36,13 @@ _Lookahead = tuple[int, int, tuple[Any, ...], Callable[[], tuple[Any, ...]], tup
 class KeptResults:
     """The results of statements in renderings of one chat, with equal tools, documents and variables.
 
-    executed, written  number of executed statements, and of the characters that they wrote
-    replayed           number of statements whose results were written again
+    results     {key of a statement's values: its result}
+    starts      {values of names at the start of a statement: a number}
+    outcomes    {(query, id of an item): the values of the query's conditions}
+    passes      {values at the start of a loop: its iterations}
+    tries       {number of a statement: executions since a result of it was last used, from -TRIES}
+    characters  number of characters of all results; executed, replayed, written: statements that were executed, or
+                whose results were used again, and characters that executed ones wrote
     """
 
     results: dict[tuple[Any, ...], Result] = field(default_factory=dict)
@@ -52,14 +57,19 @@ class KeptResults:
 
 
 class _Start(NamedTuple):
-    """The number of the values of a statement's names, and the lists among them."""
+    """The number in `KeptResults.starts` of the values of names before a statement; the ids of lists among them."""
 
     number: int
     lists: list[int]
 
 
 class _Statement(NamedTuple):
-    """A statement that is being executed, with the output before it.  key: of its result; None: it is not kept"""
+    """A statement that is being executed.  key: the key of its result; None: the result is not kept
+
+    changes  the namespaces and lists that it may change
+    before   their values before it
+    parts, runs, start  number of parts, runs and characters of the output before it
+    """
 
     key: tuple[Any, ...] | None
     changes: _Changes
@@ -70,9 +80,9 @@ class _Statement(NamedTuple):
 
 
 class Replay(ValueKeys):
-    """The methods that the code of a compiled template calls before and after each statement whose result may be kept.
+    """The methods that a compiled template calls before and after each statement whose result may be kept.
 
-    output  the rendering so far
+    output  the parts of the rendering that have been written so far
     kept    the results of other renderings of the chat; None: every statement is executed
     """
 
@@ -80,7 +90,7 @@ class Replay(ValueKeys):
     kept: KeptResults | None
 
     def begin_output(self, output: Output, kept: KeptResults | None) -> None:
-        """Starts a rendering, after `begin`."""
+        """Starts a rendering.  Called after `begin`."""
         self.output, self.kept = output, kept
         self._statement: _Statement | None = None
         self._at_start: _Start | None = None
@@ -89,7 +99,13 @@ class Replay(ValueKeys):
     def begin_loop(
         self, number: int, items: Any, names: tuple[Any, ...], changes: _Changes, looks: _Lookahead | None = None
     ) -> Any:
-        """The iterable of a loop.  names: the values of its `Reads.names`"""
+        """Returns the iterable of a loop, and compares the loop with that of an earlier rendering.
+
+        number   number of the loop in the template
+        names    the values of its `Reads.names`
+        changes  the namespace or list of each of its `Reads.changes`
+        looks    its `Lookahead`; None: not known
+        """
         self._statement = self._at_start = self._walk = None
         kept = self.kept
         if kept is None or kept.tries.get(number, 0) > TRIES:
@@ -102,7 +118,7 @@ class Replay(ValueKeys):
             self._compare_pass(walk, (number, start.number), changes, looks)
         except TooMuch:
             raise
-        except Exception:  # an iteration may not reach the expression that raises
+        except Exception:  # the template may never evaluate the expression that raises
             walk.now = walk.earlier = None
         return walk
 
@@ -136,11 +152,12 @@ class Replay(ValueKeys):
         loop: Any = None,
         names: tuple[Any, ...] | None = None,
     ) -> bool:
-        """Whether the result of a statement was kept.  If so, writes it again; otherwise the statement follows.
+        """Whether a kept result was used instead of a statement.  If False, the template executes the statement next.
 
         item     the item of the loop; None: the statement is no loop
         changes  the namespace or list of each of `Reads.changes`
-        loop     the variable `loop`; None: the loop has none
+        keys     returns the values of `Reads.keys`
+        loop     the variable `loop`; None: the template does not use it
         names    the values of `Reads.names`; None: those of `begin_loop`
         """
         kept, walk = self.kept, self._walk
@@ -148,7 +165,7 @@ class Replay(ValueKeys):
             return False
         if walk is not None:
             walk.position += 1
-            if self._statement is not None:  # the iteration before has left its loop's body early
+            if self._statement is not None:  # the previous iteration ended early, with `continue` or `break`
                 walk.now = walk.earlier = None
             if walk.position == walk.behind and walk.position < walk.num_equal and self._skip(walk, changes, loop):
                 return True
@@ -205,7 +222,7 @@ class Replay(ValueKeys):
         self._stepped(statement.key, result)
 
     def query(self, number: str, items: Any, outcome: _Outcome) -> tuple[Any, ...]:
-        """The outcomes of the conditions of a query, each once, in the order of the last items that have them."""
+        """The combinations of values of a query's conditions, each once, in falling order of the last item with it."""
         assert self.kept is not None
         known = self.kept.outcomes
         outcomes: dict[Any, None] = {}
@@ -220,7 +237,7 @@ class Replay(ValueKeys):
         return tuple(outcomes)
 
     def _start(self, names: tuple[Any, ...]) -> _Start | None:
-        """The start of a statement with these values of names; None: no result is kept."""
+        """The start of a statement with these values of names; None if they cannot be compared."""
         lists: list[int] = []
         key = self.key(names, lists)
         assert self.kept is not None
@@ -229,21 +246,24 @@ class Replay(ValueKeys):
     def _key_of(
         self, number: int, start: _Start, item: Any, changes: _Changes, keys: Callable[[], tuple[Any, ...]]
     ) -> tuple[Any, ...] | None:
-        """The key of a statement's result; None if it has none."""
+        """The key of a statement's result; None if its values cannot be compared."""
         lists = list(start.lists)
         try:
             before = [_value(*change) for change in changes]
             key = self.key((item, *before, *keys()), lists)
         except TooMuch:
             raise
-        except Exception:  # the statement may not reach the expression that raises
+        except Exception:  # the template may never evaluate the expression that raises here
             return None
         if key is None or (list in map(type, before) and len({*lists}) < len(lists)):
-            return None  # a change of a list would also change the other
+            return None  # two values are the same list, so a change of one would change the other
         return number, start.number, self.message, key
 
     def _skip(self, walk: Walk, changes: _Changes, loop: Any) -> bool:
-        """Writes the iterations again that are the same as in an earlier rendering, from this one on."""
+        """Uses the results of all iterations from this one on that are the same as in an earlier rendering.
+
+        Returns False if their text would be at another position than in the earlier rendering.
+        """
         kept, (parts, runs) = self.kept, self.output
         assert kept is not None and walk.earlier is not None and walk.now is not None
         steps = walk.earlier.steps[walk.position : walk.num_equal]
@@ -266,7 +286,7 @@ class Replay(ValueKeys):
         return True
 
     def _stepped(self, key: tuple[Any, ...], result: Result) -> None:
-        """Adds an iteration to those of this rendering."""
+        """Adds the key and the result of an iteration to those of this rendering."""
         walk = self._walk
         if walk is None or walk.now is None:
             return
@@ -278,7 +298,8 @@ class Replay(ValueKeys):
 
 
 def _value(owner: Any, attribute: str | None) -> Any:
-    """The value that a statement may change: an attribute of a namespace, or a list."""
+    """The value of an attribute of a namespace, or, if `attribute` is None, the list.  Raises Incomparable for
+    others."""
     if attribute is None:
         if type(owner) is not list:
             raise Incomparable
@@ -289,7 +310,7 @@ def _value(owner: Any, attribute: str | None) -> Any:
 
 
 def _leave(owner: Any, attribute: str | None, value: Any) -> None:
-    """Leaves the value that a statement has left."""
+    """Gives an attribute of a namespace, or a list, the value that a kept statement left in it."""
     now = _value(owner, attribute)
     if type(now) is list:
         now[:] = value

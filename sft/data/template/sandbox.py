@@ -1,16 +1,16 @@
 """The Jinja environment for chat templates: transformers' environment, with limits, and with texts that keep sources.
 
-Decides the source of the result of each operation of a template.  `limits.py` counts the operations.  `Sandbox` has the
-sandbox of transformers (no access to Python internals, no changes of the input, ranges of at most 100,000), its
-filters, functions and options.  Unlike it, a template may change a list that it has made itself (Kimi-K2 does).  Its
-compiler (`compiler.py`) inserts calls of the sandbox's methods into the Python code that Jinja makes from a template.
-These methods are not names in the template, so no template can call them.
+Decides the source of the result of each operation of a template.  `limits.py` counts the operations.  As in
+transformers, a template has no access to Python internals, cannot change its inputs, and has ranges of at most 100,000;
+filters, functions and options are the same.  Unlike there, a template may change a list that it has made itself
+(Kimi-K2 does).  The compiler (`compiler.py`) inserts calls of the sandbox's methods into the Python code that Jinja
+makes from a template.  These methods are not names in the template, so no template can call them.
 
     sources  Constants of the template, also inside expressions, have the source CONSTANT.  The text of a macro, a set
              block or a call block keeps its sources, and so do the results of `~`, `+`, slices, tojson, join, indent,
              safe and format, and of many methods of texts (`trace.py`).  The source of any other result is Unknown,
              with the name of the operation.
-    writer   A loop over messages determines which message is being written.
+    writer   In a loop over messages, the loop's message is the writer of the texts that the template makes.
 """
 
 from collections.abc import Callable
@@ -66,7 +66,7 @@ class Sandbox(Replay, Filters, ImmutableSandboxedEnvironment):
         self.begin_output(Output([], []), None)
 
     def compiled(self, source: str) -> Template:
-        """The compiled template, which counts operations and keeps sources."""
+        """The compiled template, which counts operations and keeps sources.  Raises TemplateSyntaxError."""
         self.begin({}, {})
         tree = self.parse(source)
         statements = list(repeated(tree))
@@ -102,16 +102,16 @@ class Sandbox(Replay, Filters, ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Whether a template may read the attribute.  Jinja decides; the result is cached, because Jinja is slow.
+        """Whether a template may read the attribute.  Jinja decides, except for two kinds of attributes.
 
-        The result depends only on the type of `obj` and on `attr`.
-
-        The attributes that our texts and numbers add to Python's are never safe.
+        Methods that change lists are safe, because `call` checks them.  Attributes that `Text` and `Int` add to
+        Python's types are never safe.  The result depends only on the type of `obj` and on `attr`.  It is cached,
+        because Jinja is slow.
         """
         key = type(obj), attr
         if key not in self._safe:
             hidden = attr in _OWN and isinstance(obj, (str, int, float))
-            is_change = key[0] is list and attr in LIST_METHODS  # `call` checks whose list it is
+            is_change = key[0] is list and attr in LIST_METHODS  # `call` checks that the template made the list
             self._safe[key] = is_change or (not hidden and super().is_safe_attribute(obj, attr, value))
         return self._safe[key]
 
@@ -138,7 +138,7 @@ class Sandbox(Replay, Filters, ImmutableSandboxedEnvironment):
         return formatted
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """The result of an operator whose result can be much larger than its operands, after a check."""
+        """The result of `*`, `**` or `%`.  Raises TooMuch if it would be too large."""
         self.check_operator(operator, left, right)
         if operator == "%" and isinstance(left, str):
             values = right if isinstance(right, tuple) else (right,)
@@ -149,7 +149,7 @@ class Sandbox(Replay, Filters, ImmutableSandboxedEnvironment):
     def call(
         self, context: Context, obj: Any, /, *args: Any, _loop_vars: Any = None, _block_vars: Any = None, **kwargs: Any
     ) -> Any:
-        """The result of a method or function that the template calls, after a check.
+        """The result of a method or function that the template calls.  Raises TooMuch if it would be too large.
 
         _loop_vars, _block_vars: arguments that Jinja adds
         """
@@ -188,7 +188,8 @@ class Sandbox(Replay, Filters, ImmutableSandboxedEnvironment):
         return guard
 
     def _add_names(self) -> None:
-        """Adds the filters and functions of transformers' environment, without importing transformers (a second)."""
+        """Adds the filters and functions of transformers' environment, without the import of transformers, which takes
+        a second."""
         self.globals.update(strftime_now=self.strftime_now, raise_exception=_raise_exception)
         del self.globals["lipsum"]  # writes random text of any length
         ours = {"tojson": self.tojson, "safe": self.safe, "join": self.join, "indent": self.indent}

@@ -1,4 +1,4 @@
-"""The source of a character of a rendering: a field of the chat, the template, or unknown."""
+"""Defines the source of a character of a rendering: a field of the chat, the template, or unknown."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Union
@@ -9,7 +9,8 @@ class Field:
     """A value of a chat.
 
     message  index of the message; None for tools, documents and variables
-    path     keys and indices from the message to the value
+    path     keys and indices from the message to the value; "x=" as the last one stands for the name of the key x
+
     Field(1, ("tool_calls", 0, "function", "name"), "assistant", "rain")
     """
 

@@ -1,4 +1,4 @@
-"""Compiles the statements of a template whose results may be kept: calls of the sandbox before and after them.
+"""Compiles the statements of a template whose results may be kept, with calls of the sandbox before and after them.
 
     for m in environment.begin_loop(0, messages, names, changes, ...):      a loop
         if environment.repeats(0, m, changes, lambda: keys, loop): continue
@@ -66,7 +66,7 @@ class StatementCompiler(CodeGenerator):
         self.outdent()
 
     def repeats(self, number: int, reads: Reads, item: str | None, frame: Frame) -> None:
-        """Generates the condition that a statement's result was kept.  item: the loop's item; None: no loop"""
+        """Generates the call of `Replay.repeats`.  item: the name of the loop's item; None: the statement is no loop"""
         self.write(f"environment.repeats({number}, ")
         if item is None:
             self.write("None")
@@ -121,7 +121,8 @@ class StatementCompiler(CodeGenerator):
         self.write(")")
 
     def _outer(self, name: str, frame: Frame) -> None:
-        """Generates the value of a name.  A name that nothing assigns is one of the context."""
+        """Generates the value of a name outside of the statement.  A name that the template does not assign comes from
+        the context."""
         if frame.symbols.find_ref(name) is None:
             self.write(f"{self.get_resolve_func()}({name!r})")
         else:
@@ -142,6 +143,6 @@ def mark_kept(statement: nodes.For | nodes.Output, number: int, reads: Reads) ->
 
 
 def _parts(reads: Reads) -> list[nodes.Expr]:
-    """The expressions at the start of a statement."""
+    """The expressions that are computed before a statement: the owners of changes, and the keys."""
     owners = [nodes.Name(name, "load") for name, _ in reads.changes]
     return [*owners, *(key.items if isinstance(key, Query) else key for key in reads.keys)]

@@ -1,4 +1,7 @@
-"""Finds the names that the statements at the top of a template assign, its macros, and its texts and loops there."""
+"""Finds the loops and texts at the top of a template, the names that the statements there assign, and its macros.
+
+A statement is at the top if it is in no loop or macro; it may be in an `if`.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -9,6 +12,7 @@ from sft.data.template.operations import LIST_METHODS
 
 
 def at_the_top(statements: list[nodes.Node]) -> Iterator[nodes.For | nodes.Output]:
+    """Yields the loops and texts at the top, also those inside `if`."""
     for statement in statements:
         if isinstance(statement, nodes.For | nodes.Output):
             yield statement
@@ -33,8 +37,9 @@ class TemplateNames:
     """The names of a template.
 
     assigned      names that statements at the top assign
-    macros        the macros that always exist, and whose name nothing else has
-    unshared      names of namespaces that no other name, list or namespace has
+    macros        macros that are outside of all other statements, and whose name is used for nothing else
+    all_macros    the names of all macros
+    unshared      names of namespaces that cannot be reached by another name, a list or a namespace
     changes_lists whether the template calls a method that changes lists
     """
 
@@ -53,7 +58,7 @@ class TemplateNames:
 
 
 def _unshared(tree: nodes.Template) -> frozenset[str]:
-    """Names that get nothing but new namespaces, and that are only read for an attribute."""
+    """The names that are only assigned new namespaces, and of which only attributes are read."""
     names = list(tree.find_all(nodes.Name))
     stored = Counter(name.name for name in names if name.ctx != "load")
     loaded = Counter(name.name for name in names if name.ctx == "load")
@@ -71,7 +76,7 @@ def _gets_namespace(statement: nodes.Node) -> str | None:
 
 
 def is_fresh(name: str, statements: list[nodes.Node]) -> bool:
-    """Whether all statements that use a name do so after one that gives it a new namespace."""
+    """Whether a name gets a new namespace before the statements use it in any other way."""
     for at, statement in enumerate(statements):
         if not _has(name, [statement]):
             continue

@@ -1,7 +1,7 @@
-"""Text with a source for each character: a field of a chat, a constant of the template, or unknown.
+"""Defines text with a source for each character: a field of a chat, a constant of the template, or unknown.
 
 Decides the sources of the results of operations on text.  `Text` is a str, so a template treats it as one.  Operations
-that this file defines keep sources.  Every other operation returns a text without sources, which counts as unknown.  So
+that this file defines keep sources.  Every other operation returns a str without sources, which count as unknown.  So
 an operation that is missing here may cause a chat to be refused, but it can never make a mask wrong.
 
     Text("Hi", field) + Text("<|im_end|>", CONSTANT)      2 characters of the field, 10 of the template
@@ -109,7 +109,7 @@ class _Cut(_Sourced):
         return self._sub(0, len(head)), self._sub(len(head), end), self._sub(end, len(self))
 
     def _placed(self, parts: list[str], sep: str | None) -> list[str]:
-        """The parts of a split, with their sources.  `sep` separates the parts; None: white space does."""
+        """The parts of a split, with their sources.  sep: the text between the parts; None: white space"""
         placed: list[str] = []
         at = 0
         for part in parts:
@@ -144,14 +144,17 @@ class Text(_Cut):
     __rmul__ = __mul__
 
     def __mod__(self, values: Any) -> str:
-        """The result of `%`.  `%s`, `%d` and `%%` keep sources; the result of any other format is unknown."""
+        """The result of `%`.  With `%s`, `%d` and `%%`, sources are kept; with any other format, they are unknown."""
         plain = str.__mod__(self, values)
         if not isinstance(values, tuple):
             values = (values,)
         return self._filled(_FORMAT, plain, lambda match, number: None if match[0] == "%%" else values[number])
 
     def filled(self, args: Sequence[Any], kwargs: dict[str, Any], plain: str) -> str:
-        """The result `plain` of `format`, with sources for `{}`, `{0}` and `{name}`."""
+        """The result of `format`, with sources if the format has only `{}`, `{0}` and `{name}`; else `plain`.
+
+        plain: the result without sources
+        """
 
         def value(match: "re.Match[str]", number: int) -> Any:
             name = match[1]
@@ -205,7 +208,7 @@ class Text(_Cut):
 
 
 class Int(int):
-    """An integer with its source.  Results of arithmetic are plain numbers."""
+    """An integer with its source.  Results of arithmetic are numbers without a source."""
 
     field: Field | TemplateConstant
 
@@ -217,7 +220,7 @@ class Int(int):
 
 
 class Float(float):
-    """A float of a chat, with its source.  Results of arithmetic are plain numbers."""
+    """A float of a chat, with its source.  Results of arithmetic are numbers without a source."""
 
     field: Field
 
@@ -229,7 +232,7 @@ class Float(float):
 
 
 def sourced(value: str, pieces: Pieces) -> Text:
-    """Text(value, pieces), made in half the time."""
+    """Text(value, pieces), without the cost of the constructor, which takes twice as long."""
     text = str.__new__(Text, value)
     text.pieces = pieces
     return text
@@ -246,12 +249,12 @@ def is_constant(text: Text) -> bool:
 
 
 def pieces_of(text: str) -> Pieces:
-    """The sources of a text.  The source of a plain str is unknown."""
+    """The pieces of a text.  A str that is no Text is one piece of unknown source."""
     return text.pieces if type(text) is Text else whole(UNKNOWN, len(text))
 
 
 def cut(pieces: Pieces, start: int, stop: int) -> Pieces:
-    """The sources of text[start:stop]."""
+    """The pieces of text[start:stop], from the pieces of the text."""
     if len(pieces) == 1:
         return (_part(pieces[0], start, stop),) if start < stop else ()
     result, at = [], 0

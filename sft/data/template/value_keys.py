@@ -1,11 +1,11 @@
-"""Decides which values of a template are equal, so that a statement has the same result with them.
+"""Decides when two values of a template are equal, so that a statement has the same result with both.
 
-    "Hi"        the same characters from the same sources
-    a message   the same message of the chat; so for tools, and for each object and list of the chat
-    [...]       a list that the template made: equal items
-    true, 1     not equal: their texts differ
+    texts             if they have the same characters from the same sources
+    parts of the chat if they are the same message, object or list
+    lists             that the template made: if their items are equal
+    true and 1        are not equal, because their texts differ
 
-A value that could change without notice, such as a namespace or a macro, is equal to nothing.
+A value that the template may change later, such as a namespace or a macro, is equal to no value.
 """
 
 from typing import Any
@@ -21,16 +21,16 @@ _DEPTH = 4  # levels of such lists
 
 
 class Incomparable(Exception):
-    """A value that could change without notice."""
+    """The error for a value that is equal to no value."""
 
 
 class ValueKeys(Operations):
-    """The comparison of values by keys."""
+    """Compares values of a template by keys."""
 
     def key(self, values: tuple[Any, ...], lists: list[int]) -> tuple[Any, ...] | None:
-        """A key that is equal for equal values; None if a value is equal to nothing.
+        """A key that is equal for equal values; None if one of the values is equal to no value.
 
-        lists: gets the lists of the template among the values
+        lists: the ids of lists among the values that the template made are added to it
         """
         try:
             return tuple([self._part(value, lists, _DEPTH) for value in values])

@@ -3,7 +3,8 @@
 Servers load a folder with AutoTokenizer, which may build another tokenizer than tokenizer.json describes: the class for
 the model_type of config.json can replace the normaliser, the pre-tokenizer or the post-processor.  sft uses
 tokenizer.json.  This module tokenises 500 texts (`probe_texts.py`) and texts of the data with both.  This takes a
-second, so a command does it once, and its workers do not.  The 500 texts also show letters that a vocabulary lacks.
+second, so a command does it once, and its workers do not.  `losses` uses the 500 texts to find letters that a
+vocabulary lacks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,8 +19,8 @@ from sft.data.tokenizer.reading import load
 from sft.data.tokenizer.special_tokens import reason
 from sft.errors import DataError
 
-_CHARACTERS = 2000  # compared of each text
-_IDS = 12  # shown of an example
+_CHARACTERS = 2000  # number of characters of each text that are compared
+_IDS = 12  # number of ids of an example that a note shows
 
 
 def compare_with_transformers(
@@ -27,7 +28,7 @@ def compare_with_transformers(
 ) -> str | None:
     """A note if AutoTokenizer makes other tokens than tokenizer.json, names other special tokens, or fails; else None.
 
-    more_texts: texts of the data
+    name: the name of the tokenizer in the note; more_texts: texts of the data
     """
     if not files.is_of_file:
         return None
@@ -89,7 +90,7 @@ def _loss(files: TokenizerFiles, text: str, unknown: str | None) -> str | None:
 
 
 def _differences(files: TokenizerFiles, other: Any, more_texts: Sequence[str]) -> Iterator[str]:
-    """How many texts differ, with an example: 3 of 500 probe texts get other tokens, such as ..."""
+    """Yields a phrase for each kind of text that differs: "3 of 500 probe texts get other tokens, such as ..."."""
     for kind, texts in (("probe texts", probe_texts(list(files.added_ids))), ("texts of the data", more_texts)):
         pairs = [(text, _ids(files.backend, text), _ids(other, text)) for text in (t[:_CHARACTERS] for t in texts)]
         unlike = [pair for pair in pairs if pair[1] != pair[2]]
@@ -102,7 +103,7 @@ def _differences(files: TokenizerFiles, other: Any, more_texts: Sequence[str]) -
 
 
 def _variables(files: TokenizerFiles, their_ids: dict[str, Any]) -> Iterator[str]:
-    """Yields the differences that matter: of EOS, which ends a text, and of special tokens that a template names."""
+    """Yields differences of EOS, which ends a text, and of special tokens that a chat template uses."""
     ours, templates = files.special_tokens, "".join(files.templates.values())
     unlike = [key for key in {**ours, **their_ids} if ours.get(key) != their_ids.get(key)]
     for key in (key for key in unlike if key == "eos_token" or key in templates):
@@ -110,7 +111,7 @@ def _variables(files: TokenizerFiles, their_ids: dict[str, Any]) -> Iterator[str
 
 
 def _ids(backend: Any, text: str) -> list[int] | str:
-    """Ids of a text, or why the tokenizer fails at it."""
+    """The ids of a text, or the error if the tokenizer fails at it."""
     try:
         return list(encode(backend, text).ids)
     except DataError as error:

@@ -1,4 +1,5 @@
-"""The contents of a tokenizer folder: the tokenizer, its special tokens, its chat templates, and ends of generation.
+"""Reads the contents of a tokenizer folder: the tokenizer, its special tokens, its chat templates, and the tokens at
+which generation ends.
 
 tokenizer.json decides how text becomes tokens.  Transformers may choose a class by config.json that replaces parts of
 this tokenizer; `comparison.py` finds out whether the results differ.  Only a folder without tokenizer.json is read by
@@ -36,9 +37,9 @@ class TokenizerFiles:
                      padding and post-processor
     around_text      ids that the post-processor puts before (BOS) and after a text.  Llama 3: ((128000,), ())
     special_tokens   the variables that a template gets: {"bos_token": "<s>", "eos_token": "</s>"}
-    templates        {"default": "{% for ...", "tool_use": ...}; empty without a template
-    generation_ends  tokens of eos_token_id in generation_config.json; empty without one
-    notes            what a user should know about these files
+    templates        {"default": "{% for ...", "tool_use": ...}; empty if the folder has no chat template
+    generation_ends  the tokens of eos_token_id in generation_config.json; empty if there are none
+    notes            notes about these files for the user
     has_mended_regex whether `mistral_regex.py` replaced the regex of the pre-tokenizer
     """
 
@@ -54,7 +55,7 @@ class TokenizerFiles:
 
     @cached_property
     def added_ids(self) -> dict[str, int]:
-        """Ids of added tokens, special or not."""
+        """The id of each added token, special or not."""
         return {token.content: i for i, token in sorted(self.backend.get_added_tokens_decoder().items())}
 
     @cached_property
@@ -77,7 +78,7 @@ class TokenizerFiles:
 
 
 def encode(backend: Tokenizer, text: str, *, as_text: bool = False, offsets: bool = False) -> Any:
-    """The encoding of `text`, without added special tokens.  Raises DataError if the tokenizer fails at it.
+    """The tokenizers.Encoding of `text`, without added special tokens.  Raises DataError if the tokenizer fails at it.
 
     as_text  special tokens in `text` become plain text: <|im_end|> becomes "<", "|", ...
     offsets  whether to compute the characters that each token covers, which takes longer
@@ -90,7 +91,7 @@ def encode(backend: Tokenizer, text: str, *, as_text: bool = False, offsets: boo
 
 
 def failing_at(text: str) -> AbstractContextManager[None]:
-    """Raises DataError with the beginning of the text if native code fails at it."""
+    """A context that raises DataError with the beginning of the text if the tokenizer's native code fails in it."""
     return refusing(
         lambda why: f"the tokenizer fails at a text of {len(text):,} characters, {json.dumps(text[:20])}...: {why}.  "
         "Shorten the text, or leave it out."
@@ -157,7 +158,10 @@ def complete(
     *,
     is_of_file: bool = True,
 ) -> TokenizerFiles:
-    """Adds the templates and ends of generation of the folder to a tokenizer."""
+    """The contents of a folder whose tokenizer `backend` and special tokens `special` are known already.
+
+    Reads chat templates and ends of generation, and adds notes about them.  Raises DataError if a file is invalid.
+    """
     around = around_text(name, backend)
     templates = _templates(name, folder, settings, notes)
     ends = _generation_ends(name, folder, backend, notes)
@@ -200,7 +204,10 @@ def _templates(name: str, folder: Path, settings: dict[str, Any], notes: list[st
 
 
 def _generation_ends(name: str, folder: Path, backend: Tokenizer, notes: list[str]) -> tuple[str, ...]:
-    """The tokens of eos_token_id: 2 -> ("</s>",)     [106, 1] -> ("<end_of_turn>", "<eos>")"""
+    """The tokens of eos_token_id in generation_config.json; adds a note if the file cannot be read.
+
+    2 -> ("</s>",)        [106, 1] -> ("<end_of_turn>", "<eos>")
+    """
     try:
         ids = read_json(name, folder, "generation_config.json").get("eos_token_id")
     except DataError as error:

@@ -5,10 +5,13 @@ Pixtral.  These models were trained with another regex, and Mistral serves them 
 
     "'The'"    ' The '    as trained        'T he '    by the file
 
-The regex is replaced under three conditions.  Two are the rule of transformers: config.json names a model_type of
-Mistral (`_FAMILIES`) or none, and a release of transformers below 5 or none; and the vocabulary has more than 100,000
-tokens.  This rule would also hit a Mistral model with another vocabulary.  So the third condition is that the file has
-exactly the converter's regex.
+The regex is replaced if all of these hold:
+
+    config.json names a model_type of Mistral (`_FAMILIES`) or none, and a release of transformers below 5 or none
+    the vocabulary has more than 100,000 tokens
+    tokenizer.json has exactly the regex of Llama 3
+
+transformers checks only the first two, which also hold for some Mistral models with a correct regex.
 """
 
 import json
@@ -32,7 +35,8 @@ RIGHT = (
 
 
 def mend(name: str, folder: Path, backend: Tokenizer) -> str | None:
-    """Gives `backend` the right regex, if the folder has the known wrong one.  Returns a note, or None."""
+    """Replaces the wrong regex of `backend` by the right one.  Returns a note; None if the regex is not the wrong
+    one."""
     if backend.get_vocab_size() <= _SMALLEST or not is_of_a_converter(folder) or not _has_wrong_regex(backend):
         return None
     backend.pre_tokenizer[0] = pre_tokenizers.Split(Regex(RIGHT), behavior="isolated")

@@ -1,4 +1,5 @@
-"""500 texts for the comparison of two tokenizers: kinds of text that normalisers and pre-tokenizers treat differently.
+"""Makes 500 texts for the comparison of two tokenizers: kinds of text that normalisers and pre-tokenizers treat
+differently.
 
 The texts follow from the tables below and do not change, so a comparison can be repeated.  Only the last texts depend
 on the tokenizer: they contain its control tokens.
@@ -103,7 +104,7 @@ def probe_texts(control: Sequence[str]) -> list[str]:
     ]
     texts = dict.fromkeys(fixed)
     tokens = control or ["<|none|>"]
-    for i in range(4 * NUM_TEXTS):  # each token in another surrounding, then with numbers
+    for i in range(4 * NUM_TEXTS):  # each token with different text around it, then with numbers
         token, around = tokens[i % len(tokens)], _CONTROLS[(i + i // len(tokens)) % len(_CONTROLS)]
         text = around.replace("{}", token) if i < NUM_TEXTS else f"{token}{i}"
         if len(texts) == NUM_TEXTS:

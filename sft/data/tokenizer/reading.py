@@ -1,7 +1,8 @@
-"""Reads a tokenizer folder: its tokenizer.json; without one, transformers reads the other files.
+"""Reads a tokenizer folder: its tokenizer.json; if there is none, transformers reads the other files.
 
-Native code reads these files, and may end its process.  So a child with limits reads new files first.  This module
-decides what a failure of transformers means: a missing package, an unusable config.json, or unusable other files.
+Native code reads these files, and may crash its process.  So a child process with limits reads new files first.  This
+module decides what a failure of transformers means: a missing package, an unusable config.json, or unusable other
+files.
 """
 
 import hashlib
@@ -16,9 +17,9 @@ from sft.errors import DataError
 from sft.files.folder_files import LIST_BYTES, UnsafeFileError, matching, read_file
 
 _VOCABULARIES = (FILE, "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-_READ = ("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja")  # by sft or transformers
-_TRIED = (FILE, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")  # what native code reads
-_tried: set[bytes] = set()  # digests of such files that a child could read
+_READ = ("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja")  # files that are read
+_TRIED = (FILE, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")  # files that native code reads
+_tried: set[bytes] = set()  # digests of the files _TRIED of folders that a child could read
 _ADVICE = (
     "Its normalizer, pre-tokenizer or vocabulary asks for too much, or is damaged.  Fetch the file again from a source "
     "that you trust, or give another data.tokenizer."
@@ -26,9 +27,9 @@ _ADVICE = (
 
 
 def read_tokenizer(name: str, folder: Path) -> TokenizerFiles:
-    """The files of `folder`, which messages call `name`.  Raises DataError with one sentence if they cannot be used.
+    """The contents of `folder`, which messages call `name`.  A child process with limits reads new files first.
 
-    A child with limits reads new files first.
+    Raises DataError if the folder has no usable tokenizer.
     """
     content = hashlib.sha256(repr([_bytes(folder / file) for file in _TRIED]).encode()).digest()
     if content not in _tried and not limited.is_child():
@@ -40,7 +41,7 @@ def read_tokenizer(name: str, folder: Path) -> TokenizerFiles:
 def _bytes(path: Path) -> bytes:
     try:
         return hashlib.sha256(read_file(path, LIST_BYTES)).digest() if path.is_file() else b""
-    except (OSError, UnsafeFileError):  # `_read` says why
+    except (OSError, UnsafeFileError):  # `_read` raises an error with the reason
         return b""
 
 
@@ -72,9 +73,11 @@ def _read(name: str, folder: Path) -> TokenizerFiles:
 
 
 def load(folder: Path, *, fix_mistral_regex: bool = False) -> Any:
-    """The tokenizer that AutoTokenizer makes from the files of a folder alone.  Raises any error, also a panic of Rust.
+    """The tokenizer that AutoTokenizer makes from the files of a folder alone.  Raises any error, also a panic of Rust,
+    which is no Exception.
 
-    Always passes fix_mistral_regex: otherwise, an installed mistral-common would read the folders of Mistral's models.
+    Always passes fix_mistral_regex.  Without it, transformers would read folders of Mistral's models with
+    mistral-common if it is installed.
     """
     from transformers import AutoTokenizer
 
@@ -84,9 +87,10 @@ def load(folder: Path, *, fix_mistral_regex: bool = False) -> Any:
 
 
 def _convert(name: str, folder: Path, held: str) -> TokenizerFiles:
-    """The tokenizer that transformers makes of vocab.json, tokenizer.model and the like.  Raises DataError.
+    """The contents of a folder without tokenizer.json; transformers makes the tokenizer of files like vocab.json.
 
     held: names of files in the folder, for errors
+    Raises DataError if transformers makes no tokenizer with character offsets.
     """
     try:
         hf = load(folder, fix_mistral_regex=True)
@@ -110,7 +114,7 @@ def _convert(name: str, folder: Path, held: str) -> TokenizerFiles:
 
 
 def _why_not(name: str, folder: Path, held: str, error: BaseException) -> str:
-    """Why transformers could not load a folder, and what would work."""
+    """The error message: why transformers could not load a folder, and what would work."""
     models = sorted(path.name for path in folder.glob("*.model"))
     package = "sentencepiece" if models and _is_sentencepiece(folder / models[0]) else "tiktoken" if models else None
     if package is not None and find_spec(package) is None:
@@ -127,7 +131,8 @@ def _why_not(name: str, folder: Path, held: str, error: BaseException) -> str:
 
 
 def _is_sentencepiece(path: Path) -> bool:
-    """Whether a .model file is SentencePiece's: a protobuf, whose first byte is 0x0A.  Files of tiktoken are base64."""
+    """Whether a .model file is a file of SentencePiece, whose first byte is 0x0A.  Files of tiktoken are base64
+    text."""
     with path.open("rb") as file:
         return file.read(1) == b"\n"
 

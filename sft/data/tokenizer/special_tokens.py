@@ -1,7 +1,8 @@
 """Reads the special and added tokens of the JSON files beside tokenizer.json, by the rules of transformers 5.
 
-tokenizer_config.json may name tokens that tokenizer.json lacks.  They get the ids that transformers gives them, because
-order and flags of the tokens are equal.  Older folders also have special_tokens_map.json and added_tokens.json.
+tokenizer_config.json may name tokens that tokenizer.json lacks.  They are added in the same order and with the same
+flags as in transformers, so they get the same ids.  Older folders also have special_tokens_map.json and
+added_tokens.json.
 
 This module also converts errors that libraries raise while they read a folder to a DataError (`refusing`).
 """
@@ -38,7 +39,7 @@ def refusing(describe: Callable[[str], str]) -> Iterator[None]:
 
 
 def read_json(name: str, folder: Path, file: str) -> dict[str, Any]:
-    """The object of a JSON file of the folder; empty if there is no such file."""
+    """The object of a JSON file of the folder; {} if there is no such file.  Raises DataError if it cannot be read."""
     if not (folder / file).is_file():
         return {}
     with refusing(lambda why: f"{file} of tokenizer folder {name} cannot be read: {why}."):
@@ -51,9 +52,9 @@ def read_json(name: str, folder: Path, file: str) -> dict[str, Any]:
 def read_special_tokens(
     name: str, folder: Path, settings: dict[str, Any], backend: Tokenizer
 ) -> tuple[dict[str, Any], list[AddedToken]]:
-    """The special tokens by name, and all added tokens of the folder in the order of their ids.
+    """The special tokens by name, and all added tokens of the folder in the order in which they get ids.
 
-    Order and flags are as in transformers 5, so tokens that tokenizer.json lacks get the ids that transformers gives.
+    settings: the content of tokenizer_config.json; backend: the tokenizer of tokenizer.json
     """
     if "added_tokens_decoder" in settings:
         values = settings
@@ -82,7 +83,7 @@ def read_special_tokens(
 
 
 def _special_tokens_map(name: str, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """special_tokens_map.json.  Its list of extra tokens begins with the extra tokens of tokenizer_config.json."""
+    """The content of special_tokens_map.json, whose extra tokens are put after those of tokenizer_config.json."""
     values = read_json(name, folder, "special_tokens_map.json")
     before, after = _extras(settings), _extras(values)
     if isinstance(before, list) and isinstance(after, list):

@@ -50,8 +50,11 @@ class Encoded:
         return self._offsets[1]
 
     def token_spans(self, starts: Sequence[int], ends: Sequence[int]) -> list[tuple[int, int, bool]]:
-        """For each text[start:end]: (first token that ends after `start`, one more than the last token that begins
-        before `end`, whether these tokens are proven to decode to this text)."""
+        """The tokens of each text[start:end], as (first token, token after the last, whether they are proven to decode
+        to this text).
+
+        The first token is the first that ends after `start`; the last is the last that begins before `end`.
+        """
         edges = self.edges
         if edges is None:
             firsts, stops = self.ends.searchsorted(starts, side="right"), self.starts.searchsorted(ends, side="left")
@@ -70,9 +73,10 @@ class Encoded:
         return self.edges[token] < self._bytes_before([position])[position]
 
     def continued(self, num_kept: int, text: str, at: int, rest: "Encoded") -> "Encoded":
-        """The first `num_kept` tokens of this text, which are those of text[:at], and `rest`, the tokens of text[at:].
+        """The tokens of `text`: the first `num_kept` tokens of this text, which are those of text[:at], and then
+        `rest`, the tokens of text[at:].
 
-        A tokenizer that adds spaces makes `rest` of another text, so `edges` are only known if both have them.
+        The result has `edges` only if both parts have them.
         """
         ids = np.concatenate([self.ids[:num_kept], rest.ids])
         if self.edges is not None and rest.edges is not None:
@@ -99,7 +103,10 @@ class Encoded:
 
 
 class Encoder:
-    """Tokenises texts with one tokenizer.  as_text: special tokens in the texts become "<", "|", ..."""
+    """Tokenises texts with one tokenizer.
+
+    as_text: whether special tokens in a text become plain text, such as "<", "|", ...
+    """
 
     def __init__(self, backend: Tokenizer, *, as_text: bool = False) -> None:
         self.backend, self.as_text = backend, as_text
@@ -111,7 +118,7 @@ class Encoder:
         return Encoded(np.array(ids, np.int32), lambda: self._offsets(text, edges), text, edges)
 
     def _edges(self, text: str, ids: list[int]) -> list[int] | None:
-        """`Encoded.edges`."""
+        """The field `Encoded.edges` for the tokens `ids` of `text`."""
         if self._bytes is None:
             return None
         pieces = [self._bytes[i] for i in ids]
@@ -183,11 +190,11 @@ class TextTokenizer:
 
     @cached_property
     def always_found(self) -> dict[int, str]:
-        """The control tokens, by their ids, before which any text can be cut without a change of its other tokens.
+        """{id: control token} of the tokens before which a text can be cut without changing its other tokens.
 
-        The tokenizer looks for these tokens in the text as it is, before anything else.  What it makes of the text on
-        one side does not depend on the other side: the token takes no spaces before it (lstrip), needs no letters or
-        spaces around it (single_word), and no longer token contains it.
+        The tokenizer searches the unchanged text for these tokens before any other step.  The tokens on one side do not
+        depend on the text on the other side, because the control token takes no spaces before it (lstrip), needs no
+        spaces or punctuation around it (single_word), and no longer added token contains it.
         """
         added = self.files.backend.get_added_tokens_decoder()
         names = "\0".join(token.content for token in added.values())
@@ -206,25 +213,31 @@ class TextTokenizer:
 
     @cached_property
     def encode(self) -> Encoder:
-        """Tokenises texts, without added special tokens or truncation."""
+        """A function that tokenises a text, without added special tokens or truncation."""
         return Encoder(self.files.backend)
 
     def encode_as_text(self, text: str, masked: str, ids: np.ndarray) -> Encoded | None:
-        """Tokens of a piece of a chat, with control strings as plain text.  None if it cannot be proven that they stay
-        text, and that the rest of the chat keeps its tokens.
+        """The tokens of a piece of a chat, with control strings as plain text.  None if it cannot be proven that the
+        control strings stay text, and that the rest of the chat keeps its tokens.
 
-        masked, ids  the piece with stand-ins for the control strings, and its ids within the whole chat
+        text    the piece
+        masked  the piece with private characters instead of the control strings
+        ids     the ids of `masked` within the whole chat
         """
         plain = self._without_control(text)
-        # The piece by itself must have the same ids as within the chat, keep its text, and make no control token.
+        # The masked piece must have the same ids alone as within the chat.  The tokens of the piece must decode to its
+        # text, and none may be a control token.
         alone = np.array_equal(self._without_control(masked).ids, ids)
         lossless = self.decode(plain.ids).strip() in (text.strip(), self.normalize(text).strip())
         return plain if alone and lossless and not self.is_control[plain.ids].any() else None
 
     @cached_property
     def _without_control(self) -> Encoder:
-        """Tokenises control tokens as text.  They are marked special, because the tokenizer can write only special
-        tokens as text.  They are not removed, because other tokens would then get their ids."""
+        """A function that tokenises a text, with control strings as plain text.
+
+        Control tokens are marked special, because the tokenizer can treat only special tokens as text.  They are not
+        removed, because other tokens would then get their ids.
+        """
         state = json.loads(self.files.backend.to_str())
         for token in state["added_tokens"]:
             token["special"] = token["content"] in self.ids
@@ -236,25 +249,30 @@ class TextTokenizer:
         return self.files.backend.normalizer is not None
 
     def normalize(self, text: str) -> str:
-        """`text` after the tokenizer's own normaliser (for instance, Qwen's composes accents)."""
+        """`text` after the tokenizer's normaliser, which for Qwen composes accents.  Raises DataError if it fails."""
         normalizer = self.files.backend.normalizer
         with failing_at(text):
             return text if normalizer is None else str(normalizer.normalize_str(text))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Text of `ids`, control tokens included, spaces untouched."""
+        """The text of `ids`, including control tokens.  Raises DataError if the tokenizer fails."""
         with refusing(lambda why: f"the tokenizer fails to make text of {len(ids):,} tokens: {why}."):
             return str(self.files.backend.decode(np.asarray(ids).tolist(), skip_special_tokens=False))
 
 
 def offsets_of(text: str, edges: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The first characters of tokens and the characters after them, from the bytes at which the tokens begin."""
+    """For each token, its first character and the character after its last one: two arrays int64 [n].
+
+    edges: `Encoded.edges`
+    """
     starts, ends = np.array(edges[:-1], np.int64), np.array(edges[1:], np.int64)
     return (starts, ends) if text.isascii() else _characters(text, starts, ends)
 
 
 def _characters(text: str, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The characters of tokens, from their bytes.  A character whose bytes are in two tokens belongs to both.
+    """Converts the first and last byte positions of tokens to positions of characters.
+
+    A character whose bytes are in two tokens belongs to both.
 
     "é" in two tokens, bytes 0 to 1 and 1 to 2  ->  both cover character 0 to 1
     """

@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """Several texts that begin with the same tokens, such as a chat rendered for each of its turns, stored once.
+    """Several texts, such as the renderings of a chat for each of its turns, whose common beginnings are stored once.
 
-    Texts are paths of a tree, whose documents are stored one after the other, a parent before its branches.
+    The documents of the tree are stored one after the other, a parent before its branches.  A text consists of the
+    documents from the trunk to the document in which it ends, each up to the fork of the next one.
 
     starts        int64 [documents + 1], boundaries of the documents in the sample's tokens
     branches      the parents of the documents
-    ends          int64 [texts, 2], the document in which each text ends, and the number of its tokens in the text
+    ends          int64 [texts, 2], the document in which each text ends, and the number of that document's tokens that
+                  the text contains
     spans         int64 [spans, 3]: text, start, stop.  The text supervises tokens[start:stop] of the sample
     span_weights  float32 [spans], above 0, weight of the span's tokens
     """
@@ -40,17 +42,17 @@ class Tree:
 
     @property
     def num_rendered(self) -> int:
-        """Number of tokens of all texts together, as if each was stored by itself."""
+        """The number of tokens of all texts, if each is counted by itself."""
         return int((self.branches.depths[self.ends[:, 0]] + self.ends[:, 1]).sum())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One tokenised conversation.
+    """One tokenised row, or one window of it.
 
     tokens   int32 [n]
-    weights  float32 [n], above 0 for supervised tokens: the assistant's text and its end-of-turn token.  With a tree,
-             the weight that the first text gives to a token; the tree has those of all texts
+    weights  float32 [n], above 0 for supervised tokens.  With a tree, the weight that the first text that supervises a
+             token gives to it; the tree has the weights of all texts
     source   index of the sample's source in data.train, or of its data file
     tree     None: the tokens are one text
     """
@@ -63,13 +65,14 @@ class Sample:
 
     @property
     def num_supervised(self) -> int:
-        """Number of supervised labels.  A document's first token is never a label."""
+        """The number of supervised tokens without the first token, which is never a label."""
         return int(np.count_nonzero(self.weights[1:]))
 
 
 @dataclass(frozen=True, eq=False)
 class BranchTargets:
-    """Targets of tokens that have another target already: the first tokens of further branches.
+    """Further targets of tokens before a branch: `Pack.labels` holds one target of such a token, and these are the
+    first tokens of its other branches.
 
     rows     int64 [m], index of the token before the branch
     labels   int64 [m], the branch's first token
@@ -96,8 +99,8 @@ class Pack:
         cu_seqlens   0 4 8
         lengths      3 2
 
-    With trees (`Tree`), each document of a tree is a document of the pack.  If the next token of a token's document is
-    not supervised, but the first token of a branch after the token is, the label is the latter.
+    Each document of a `Tree` is a document of the pack.  The label of a token before a branch is the next token of its
+    document if that is supervised, else the first token of a branch if that is supervised.
 
     The first four arrays have shape [t], where t counts padded tokens: int32, int32, float32, int32.
     cu_seqlens  int32 [num_documents + 1], padded boundaries
@@ -152,7 +155,7 @@ class Pack:
     def max_seqlen(self) -> int:
         """Length of the longest padded document, with the tokens before a branch.
 
-        With the pack's length, RoPE would not restart in each document.
+        Attention kernels get this length and not the pack's length, because positions restart in each document.
         """
         depths = 0 if self.branches is None else self.branches.depths
         return int((np.diff(self.cu_seqlens) + depths).max())
@@ -197,13 +200,14 @@ class Microbatch:
 
     @property
     def samples_of_documents(self) -> np.ndarray:
-        """int64 [documents]: the index in `sample_ids` of each document's sample; filler documents have higher ones."""
+        """int64 [documents]: the index in `sample_ids` of each document's sample; above all of these for filler."""
         firsts = np.arange(len(self.lengths)) if self.firsts is None else self.firsts
         return np.unique(firsts, return_inverse=True)[1]
 
     @property
     def target_rows(self) -> np.ndarray:
-        """int64 [n + m]: the local row of each target, first those of `labels` and then further ones."""
+        """int64 [n + m]: the index on this rank of each target's token: of the n supervised labels, then of the m
+        further targets."""
         further = [] if self.further is None else [self.further.rows]
         return np.concatenate([np.flatnonzero(self.loss_weights.numpy()), *further])
 
@@ -229,7 +233,7 @@ class Microbatch:
 
     @property
     def num_rendered_tokens(self) -> int:
-        """Number of tokens of all texts of the pack, as if each was stored by itself."""
+        """The number of tokens of all texts of the pack, if each is counted by itself."""
         if self.branches is None or self.texts is None:
             return self.num_real_tokens
         return int((self.branches.depths[self.texts[:, 0]] + self.texts[:, 1]).sum())

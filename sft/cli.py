@@ -38,7 +38,7 @@ def run() -> NoReturn:
     """
     try:
         code = main()
-    except Exception:  # a bug, or a lost rank; threads of the process group must not keep this process alive
+    except Exception:  # a bug, or a lost rank.  Threads of the process group would keep this process alive
         traceback.print_exc()
         _report_to_torchrun(traceback.format_exc())
         code = 1
@@ -52,9 +52,11 @@ def run() -> NoReturn:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code.
 
-    0: done.  1: plans or runs differ, a probe found a fault, or a disk or another rank failed.  2: a mistake of the
-    user, no layout fits (`plan`), or a run should not start again (`status`).  75: start the run again.
-    130: interrupted.
+    0    the command is done
+    1    plans or runs differ, a probe found a fault, or a disk or another rank failed
+    2    a mistake of the user; no layout fits (`plan`); the run should not start again (`status`)
+    75   the run stopped before its end, or `status` advises to start it again
+    130  interrupted
     """
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):  # escapes characters that the terminal cannot show
@@ -66,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with explained():
             code: int = arguments.action(arguments) or 0
             if words[:1] != ["train"]:
-                sys.stdout.flush()  # a run goes on without its terminal
+                sys.stdout.flush()  # raises an error if the output cannot be written; a run goes on without its output
         if code == 75:
             _report_to_torchrun(
                 "The run was asked to stop and has saved a checkpoint.  The same command resumes the run."
@@ -157,7 +159,7 @@ class _Version(argparse.Action):
 
 
 def whole_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """The parser of the command line with all commands."""
     parser = _Parser(prog="sft", description="Supervised fine-tuning on Megatron for long context.")
     parser.add_argument("--version", action=_Version, help="show the versions of sft and of the packages that it uses")
     subcommands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -179,9 +181,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _meant(option: str, parser: argparse.ArgumentParser, argv: Sequence[str]) -> str:
-    """Advice for an unknown option: another option, or the setting of a recipe that users of other trainers mean.
+    """Advice for an unknown option: a similar option, or the key of a recipe that other trainers give as an option.
 
-    --lr 1e-4 -> .  Settings have no dashes: optim.lr=1e-4
+    --lr 1e-4 -> ".  Settings are written without dashes: optim.lr=1e-4"
     """
     from sft.config import keys
 

@@ -62,14 +62,16 @@ class Console:
     ) -> Iterator[Progress]:
         """A context that shows a progress bar.  The caller advances the bar with the `Progress` that it yields.
 
-        total  number of units, None if unknown; `start` units are already done
+        total  number of units, None if unknown
+        start  number of units that are already done
 
             with console.track("tokenising chat.jsonl", 80_000, "rows") as progress:
                 progress.advance(64)
 
         tokenising chat.jsonl: 12,000 of 80,000 rows (15%), 1,200 rows/s, left 0:00:57
 
-        The unit "bytes" is shown as KiB, MiB, ...  Without `lines`, nothing is printed if the stream is no terminal.
+        The unit "bytes" is shown as KiB, MiB, ...  If `lines` is False, nothing is printed on a stream that is no
+        terminal.
         """
         title = printable(title)
         if self._has_bars:
@@ -92,9 +94,9 @@ class Console:
 
     @contextmanager
     def watch(self, title: str, total: int | None, unit: str, measure: Callable[[], int]) -> Iterator[None]:
-        """A context manager that shows the progress of work that cannot report it.
+        """A context manager that shows the progress of work that does not report it.
 
-        A thread calls `measure`, which returns the number of units done so far.
+        A thread calls `measure` twice a second.  measure: returns the number of units that are done so far
 
         with console.watch("saving step 200", 361_758_720, "bytes", lambda: bytes_in(folder)):
             save(folder)
@@ -173,13 +175,13 @@ def _measure_progress(progress: Progress, measure: Callable[[], int], is_over: t
 
 
 def duration(seconds: float) -> str:
-    """3725 -> 1:02:05"""
+    """A time in seconds as hours, minutes and seconds, rounded up: 3725 -> 1:02:05"""
     whole = int(math.ceil(seconds))
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
 def short_count(number: int) -> str:
-    """4096 -> 4K, 1048576 -> 1M, 40000 -> 40000"""
+    """A number in units of 2^20 (M) or 2^10 (K) if it is a multiple: 4096 -> 4K, 1048576 -> 1M, 40000 -> 40000"""
     for unit, factor in (("M", 1 << 20), ("K", 1 << 10)):
         if number and number % factor == 0:
             return f"{number // factor}{unit}"
@@ -187,14 +189,15 @@ def short_count(number: int) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """12 -> 12 B        1536 -> 1.5 KiB        361758720 -> 345 MiB"""
+    """A number of bytes in a unit of its size: 12 -> 12 B, 1536 -> 1.5 KiB, 361758720 -> 345 MiB"""
     exponent = max(0, min(4, (int(num_bytes).bit_length() - 1) // 10))
     number = num_bytes / 1024**exponent
     return f"{number:.{int(exponent > 0 and number < 10)}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[exponent]}"
 
 
 def _amount(number: float, unit: str) -> str:
-    """1200.0, "rows" -> 1,200 rows        0.4, "rows" -> 0.4 rows        1536, "bytes" -> 1.5 KiB"""
+    """A number with its unit: 1200.0, "rows" -> 1,200 rows        0.4, "rows" -> 0.4 rows        1536, "bytes" -> 1.5
+    KiB"""
     if unit == "bytes":
         return size(number)
     return f"{number:,.{int(0 < number < 10 and number % 1 > 0)}f} {unit}"

@@ -1,10 +1,10 @@
-"""Errors that a user or a disk can cause.  Every other error is a bug in this code and keeps its traceback.
+"""Defines the errors that a user or a disk can cause.  Every other error is a bug in this code and keeps its traceback.
 
 For each SftError, rank 0 prints one paragraph.  The exit code is 2, or 1 if another start may succeed (`MAY_SUCCEED`).
 A message names the setting or file and its value, says why the value does not work, and which value would work.
 
-Messages and lines of the console hold text of files, which strangers may have written.  So this module also makes text
-safe to show: no control characters, and no more than a page or two.
+Messages and lines of the console contain text of files, which strangers may have written.  So this module also makes
+text safe to show: it escapes control characters, and cuts text after 4,000 characters.
 """
 
 import re
@@ -23,7 +23,7 @@ def printable(text: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """At most `MESSAGE_CHARACTERS` characters of `text`; the end says how many more there are."""
+    """`text`, cut to at most `MESSAGE_CHARACTERS` characters; a cut text ends with the number of further characters."""
     if len(text) <= MESSAGE_CHARACTERS:
         return text
     start = MESSAGE_CHARACTERS - 60  # room for the end
@@ -39,10 +39,9 @@ def first_few(items: Iterable[str], count: int = _ITEMS) -> list[str]:
 
 
 class SftError(Exception):
-    """Base of the errors that end a run with one paragraph instead of a traceback.
+    """Base of the errors that end a command with one paragraph instead of a traceback.
 
-    The message is what a user sees, also where it is a part of another message: it has at most 4,000 characters, and
-    none that a terminal would obey.
+    The message has at most 4,000 characters and no control characters, so that it can be shown or quoted as it is.
     """
 
     def __init__(self, message: str = "") -> None:
@@ -50,27 +49,27 @@ class SftError(Exception):
 
 
 class ConfigError(SftError):
-    """A recipe, an override or a layout that cannot be used."""
+    """The error for a recipe, an override, an option or a layout that cannot be used."""
 
 
 class DataError(SftError):
-    """A data file, row, template or tokenizer that cannot be used.  The message names file and line."""
+    """The error for a data file, row, template or tokenizer that cannot be used.  For a row, it names file and line."""
 
 
 class CheckpointError(SftError):
-    """A checkpoint that is missing, incomplete, or of another model."""
+    """The error for a checkpoint that is missing, damaged, of another model, or cannot be resumed with the recipe."""
 
 
 class StorageError(SftError):
-    """A disk that is full or a file system that fails while a run writes to it.  Another start may succeed."""
+    """The error if a disk is full or a file system fails.  Another start may succeed."""
 
 
 class PeerError(SftError):
-    """A rank that others wait for does not answer, because it ended or was never there.  Another start may succeed."""
+    """The error if a rank does not answer, because it ended or never started.  Another start may succeed."""
 
 
 class TrainingError(SftError):
-    """A loss or gradient that is not finite, in too many steps in a row or on a held-out set."""
+    """The error if losses or gradients are not finite in too many steps in a row, or a held-out loss is not finite."""
 
 
-MAY_SUCCEED = (StorageError, PeerError)  # in another start, without a change
+MAY_SUCCEED = (StorageError, PeerError)  # errors after which the same command may succeed

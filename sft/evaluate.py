@@ -1,7 +1,8 @@
-"""Scores weights on held-out sets, with the code of a run's evaluations, and without touching the run.
+"""Scores weights on held-out sets with the code of a run's evaluations.
 
-This module decides which weights are scored, and whether they fit the recipe.  Only tokenised data are written into the
-run's folder.  No lock is taken, so a run that is alive can be scored.  The engine has no gradients and no optimizer.
+This module decides which weights are scored, and whether they fit the recipe.  It changes nothing in the run's folder
+except the cache of tokenised data, and takes no lock, so that the checkpoints of a running run can be scored.  The
+engine has no gradients and no optimizer.
 """
 
 import json
@@ -43,9 +44,12 @@ FORMAT = "sft eval 1"
 
 
 def main(recipe: Recipe, layout: Layout, source: str | None, json_file: Path | None) -> None:
-    """Score the weights that `source` names on all sets of data.eval, as one rank.  Progress is printed on stderr.
+    """Score weights on all sets of data.eval, as one rank.  Prints results on stdout, progress on stderr.  Collective.
 
-    source: None means the newest checkpoint of the run, or the weights from which the run would start
+    source     names the weights: a checkpoint, run, Hugging Face model or PEFT folder; None: the newest checkpoint of
+               the run, or the weights from which the run would start
+    json_file  a file for the records; None: no file is written
+    Raises SftError if the weights cannot be scored.
     """
     config = recipe.config
     leave_with_parent()
@@ -78,7 +82,7 @@ def main(recipe: Recipe, layout: Layout, source: str | None, json_file: Path | N
 
 
 def score(engine: Engine, data: HeldOutData, console: Console, step: int) -> dict[str, Record]:
-    """The record of each held-out set by name, and a line about it on `console`, as in a run.  Collective.
+    """Evaluates each held-out set, and prints a line about it on `console`.  Returns the records by name.  Collective.
 
     Raises TrainingError if a loss is not finite.
     """
@@ -96,7 +100,7 @@ def score(engine: Engine, data: HeldOutData, console: Console, step: int) -> dic
 
 
 def _chosen(config: Config, source: str | None, tokenizer: ChatTokenizer, console: Console) -> tuple[Path | None, str]:
-    """The result of `choose`, in a form that rank 0 can send."""
+    """The result of `choose`, with the config as JSON, so that rank 0 can send it."""
     checkpoint, start = choose(config, source, tokenizer, console)
     return checkpoint, start.model_dump_json()
 
@@ -113,8 +117,9 @@ def _with_pretrained(text: str, config: Config) -> Config:
 def choose(
     config: Config, source: str | None, tokenizer: ChatTokenizer, console: Console
 ) -> tuple[Path | None, Config]:
-    """The Megatron checkpoint to score; or None, and the config whose initial weights (and adapters) are scored.
+    """The Megatron checkpoint to score, and the config with which it is loaded.
 
+    The checkpoint is None if initial weights are scored; the config then names them and their adapters.
     Raises ConfigError or CheckpointError if there are no such weights, or if they do not fit the recipe.
     """
     own = Path(config.run.dir) / "checkpoints"
@@ -152,7 +157,8 @@ def _named(source: Path) -> Path:
 def _check_checkpoint(config: Config, checkpoint: Path, tokenizer: ChatTokenizer, console: Console) -> None:
     """Raise CheckpointError if a run with another model or tokenizer wrote the checkpoint.
 
-    A checkpoint of another program names neither; then only the shapes of its tensors are compared, when it is loaded.
+    A checkpoint of another program names neither model nor tokenizer.  Then only the shapes of its tensors are
+    compared, when it is loaded.
     """
     trained = safe_reader.common_state(checkpoint).get("sft")
     if trained is None:
@@ -184,7 +190,10 @@ def _check_hf(config: Config, source: str, tokenizer: ChatTokenizer, console: Co
 
 
 def _check_tokenizer(config: Config, name: str, tokenizer: ChatTokenizer, whose: str, console: Console) -> None:
-    """Raise ConfigError if the tokenizer `name` of the weights is not that of the recipe.  whose: start of the error"""
+    """Raise ConfigError if the tokenizer `name` of the weights makes other tokens than that of the recipe.
+
+    whose: the beginning of the error message
+    """
     if name == config.tokenizer:
         return
     try:

@@ -54,7 +54,7 @@ _WAIT_S = 2.0  # seconds of waiting for exports between two checks for a signal
 
 
 def main(recipe: Recipe, layout: Layout, from_user: Collection[str] = ()) -> Outcome:
-    """Train the recipe as one rank of the run.
+    """Train the recipe as one rank of the run.  Collective.  Raises SftError if the run cannot start or continue.
 
     from_user  the environment variables that the user had set, as `environment.prepare` returns them
     """
@@ -71,7 +71,7 @@ def main(recipe: Recipe, layout: Layout, from_user: Collection[str] = ()) -> Out
         with (
             Lifecycle(config, folder, groups, console, next_step) as lifecycle,
             Profiler(config.profile, folder, groups, console) as profiler,
-            explained(),  # run_state.json has the sentence, too
+            explained(),  # inside `lifecycle`, so that run_state.json gets the explanation, too
         ):
             outcome = Trainer(recipe, layout, groups, console, lifecycle, profiler).train()
     except BaseException:
@@ -224,9 +224,9 @@ class Trainer:
         self.check.check(state.step, result, state.bad_in_a_row, dump_this)
 
     def _make_missing_pass(self, state: TrainState, metrics: MetricsLog) -> TrainState:
-        """Make the evaluation after the step from which the run continues, if it is due and was not made.
+        """Evaluate after the step from which the run continues, if this evaluation is due and was not made.
 
-        If the run has a checkpoint of this step, the checkpoint is judged by this evaluation.
+        If the run has a checkpoint of this step, the evaluation decides whether it is the best checkpoint.
         """
         is_missing = self.evaluator.is_missing(state.step, state.evaluated)
         state, held_out = self._evaluate(state, metrics)

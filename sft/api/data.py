@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 class PreparedSet:
     """The training data, or one held-out set, as tokens.
 
-    num_samples     documents that fit, or the windows into which longer ones were cut
+    num_samples     number of samples, that is, rows and windows of rows
     num_tokens      tokens of all samples, without padding
-    num_supervised  tokens that are learnt
-    longest         tokens of the longest sample
-    digest          SHA-256 of tokens, weights and order; the same data and settings have the same digest anywhere
+    num_supervised  supervised labels of all samples
+    longest         tokens of the longest text of a sample
+    digest          SHA-256 of tokens, weights and order; it does not depend on file names, machine or cache folder
     """
 
     num_samples: int
@@ -51,10 +51,10 @@ class Prepared:
 def prepare(recipe: Recipe, *, verify: bool = False, sweep: bool = False) -> Prepared:
     """Tokenise the data of the recipe once, in data.num_workers processes, without a model or a GPU.
 
-    Data that are prepared already are not read again.  After a kill, another call continues.
+    Data that are prepared already are not tokenised again.  If the process is killed, another call continues its work.
 
-    verify: read all prepared data, and replace those that are damaged
-    sweep: afterwards remove from the cache what belongs to other files or settings
+    verify: read all prepared data, and replace damaged data
+    sweep: afterwards remove from the cache all data that belong to other files or settings
 
     Raises ConfigError if a file of the recipe does not exist, and DataError, whose message begins with file:line, if a
     row cannot be used, no sample is left or the cache cannot be written.

@@ -36,10 +36,10 @@ def export(
     hf: folder or hub name of the original model, for a checkpoint that does not name it
     verify: compare the SHA-256 (full) or only the sizes of the checkpoint's files with its manifest
     dtype: type of the trained tensors; None: the type that each has in the original model
-    merged: True adds LoRA adapters to the weights, False writes the adapters alone, None does as lora.export says
+    merged: True adds LoRA adapters to the weights, False writes the adapters alone, None follows lora.export
 
-    Raises ConfigError or CheckpointError (no checkpoint, a damaged one, another model, a target that exists, no room on
-    the disk); then nothing was written.
+    Raises ConfigError or CheckpointError if there is no checkpoint, if it is damaged or of another model, if the target
+    exists, or if the disk has too little room.  Then nothing was written.
     """
     from sft.hf.hub_weights import model_folder
     from sft.weights.export.export_hf import export_hf

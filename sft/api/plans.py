@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 class Plan:
     """The result of `plan`: proposals of layouts.  All numbers are predictions.
 
-    model    the model or recipe, as it was named
-    recipe   the recipe whose layout was searched
-    reports  one for each number of GPUs; its `proposals` are those that fit, the fastest first, each with `settings`
-             (keys of a recipe), `time` (seconds of a step and its parts) and `memory` (bytes of a rank)
+    model    the argument `model` of `plan`
+    recipe   the recipe for which layouts were searched
+    reports  one report for each number of GPUs.  Its `proposals` are the layouts that fit, the fastest first, each with
+             `settings` (keys of a recipe), `time` (seconds of a step and its parts) and `memory` (bytes of a rank)
     """
 
     model: str
@@ -61,19 +61,21 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Assumptions of `plan`: the hardware, and what a step trains on.  Names are those of the options of `sft plan`.
+    """Assumptions of `plan`: the hardware, and the data of a step.  The names are those of the options of `sft plan`.
 
-    gpu                type of GPU, such as "h200"; gpus_per_node: GPUs of a node
+    gpu                type of GPU, such as "h200"
+    gpus_per_node      number of GPUs of a node
     fabric             network between nodes: ib400, roce200, ..., or the GB/s that a GPU receives, as a text
     host_gib           memory of a node's host that offloading may use, in GiB
-    seq_length         tokens of a pack; None: that of the recipe
-    lengths            lengths of documents: "data" (those of the recipe, tokenised if they were not yet), or
-                       "LENGTH:SHARE,..." in tokens; None: as long as packs
-    lora               train LoRA adapters of rank 16
-    global_batch_size  packs of a step; None: those of the recipe
-    tokens_per_step    tokens of a step, instead; None: for a model 2^20
-    tokens             tokens of the whole run, for its GPU hours
-    top                number of proposals
+    seq_length         tokens of a pack; None: data.seq_length of the recipe
+    lengths            lengths of documents: "data" for those of the recipe's data, which are tokenised if needed, or
+                       "LENGTH:SHARE,..." in tokens; None: every document fills a pack
+    lora               whether LoRA adapters of rank 16 are trained
+    global_batch_size  packs of a step; None: train.global_batch_size of the recipe
+    tokens_per_step    tokens of a step, instead of global_batch_size; None: 2^20 if `model` is not a recipe
+    tokens             tokens of the whole run, from which its GPU hours are computed; None: those of the recipe or
+                       data, if they are known
+    top                largest number of proposals in a report
     """
 
     gpu: str = "h100"
@@ -95,15 +97,15 @@ def plan(
     options: PlanOptions = PlanOptions(),
     overrides: Mapping[str, Any] | Sequence[str] = (),
 ) -> Plan:
-    """Search the layouts of `model` for the fastest that fit on `gpus` GPUs, without a GPU.
+    """Search for the fastest layouts of `model` that fit on `gpus` GPUs.  Needs no GPU.
 
     model: a recipe (.yaml), a folder with config.json, or a name on the hub
-    gpus: a number of GPUs, or several; each is searched by itself
+    gpus: a number of GPUs, or several numbers; each number gets a report
     overrides: settings of the recipe, as for `load`
 
     Raises ConfigError if the arguments cannot be used together, or for an unknown GPU, network, family or model; its
-    message names arguments by the options of `sft plan`.  If nothing fits, no error is raised: `best` is None, and the
-    report says which changes would fit.
+    message names arguments by the options of `sft plan`.  If no layout fits, no error is raised: `best` is None, and
+    the report says which changes would fit.
     """
     counts = [gpus] if isinstance(gpus, int) else list(gpus)
     _check(counts, options)

@@ -17,8 +17,8 @@ def load(path: str | Path, overrides: Mapping[str, Any] | Sequence[str] = ()) ->
 
     overrides: values by dotted key, {"parallel.cp": 4}, or words as on the command line, ["parallel.cp=4"]
 
-    Relative paths are relative to the current directory.  Downloads at most the small files of a hub name in model.hf.
-    Rank 0 warns on stderr of keys that have been renamed.
+    Relative paths are relative to the current directory.  If model.hf is a name on the hub, only the small files of the
+    model are downloaded.  Rank 0 prints a warning on stderr for each key that the recipe gives by an old name.
 
     Raises ConfigError that lists all mistakes of the file and the overrides, each with its line.
     """
@@ -30,7 +30,10 @@ def load(path: str | Path, overrides: Mapping[str, Any] | Sequence[str] = ()) ->
 
 
 def override_words(overrides: Mapping[str, Any] | Sequence[str]) -> list[str]:
-    """{"data.train": ["a.jsonl"], "optim.lr": 1e-5} -> ["data.train=[a.jsonl]", "optim.lr=1e-05"]"""
+    """Overrides as words of the command line.  Raises ConfigError for a value that YAML lacks.
+
+    {"data.train": ["a.jsonl"], "optim.lr": 1e-5} -> ["data.train=[a.jsonl]", "optim.lr=1e-05"]
+    """
     if isinstance(overrides, str):
         raise ConfigError(f'overrides = "{overrides}" is one text.  Give a list of texts, or values by key.')
     if not isinstance(overrides, Mapping):

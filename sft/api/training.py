@@ -22,17 +22,18 @@ def train(recipe: Recipe) -> Outcome:
 
     In a program that torchrun started, each process calls `train` once and is one rank of the run.  In any other
     program, such as a notebook, this process is the whole run (tp = cp = pp = dp = 1), and may train one recipe after
-    another.  The run continues from the newest checkpoint in run.dir.
+    another.  By default, the run continues from the newest checkpoint in run.dir (checkpoint.resume).
 
-    While it trains, SIGTERM, SIGUSR1, SIGINT (Ctrl-C, the stop button of a notebook), SIGHUP and SIGQUIT make the
-    run finish the step, save and return an Outcome with `stopped`; a second signal ends the process.  The handlers of
-    before are put back.
+    During training, SIGTERM, SIGUSR1, SIGINT (Ctrl-C, the stop button of a notebook), SIGHUP and SIGQUIT make the run
+    finish the step, save and return an Outcome with `stopped`; a second signal ends the process.  At the end, the
+    former handlers of these signals are restored.
 
-    Raises ConfigError for a recipe that cannot run here: a layout of another number of processes, a missing file or
-    package, a thread that is not the main one, a process that has a process group already.  Raises DataError (the data
-    are not prepared: call `prepare` first), CheckpointError (a checkpoint is damaged or of another model), StorageError
-    (a disk is full or fails; another start may succeed) and TrainingError (too many losses that are not finite).  After
-    an error in a program of torchrun, end the program: the other ranks may wait for this one.
+    Raises ConfigError if the recipe cannot run here: the layout needs another number of processes, a file or package is
+    missing, the thread is not the main one, or the process has a process group already.  Raises DataError (the data are
+    not prepared: call `prepare` first), CheckpointError (a checkpoint is damaged or of another model), StorageError
+    (a disk is full or fails; another start may succeed), PeerError (another rank does not answer) and TrainingError
+    (too many losses that are not finite).  After an error in a program of torchrun, end the program, because the other
+    ranks may wait for this one.
     """
     _check_process()
     with recorded(Path(recipe.config.run.dir)):
@@ -76,5 +77,8 @@ def _check_process() -> None:
 
 
 def _meeting_point() -> tuple[str | None, str | None]:
-    """Where the ranks meet.  The store there keeps the addresses of the first run, so a second run needs another."""
+    """The address and port of the store at which the ranks meet.
+
+    The store keeps the addresses of the first run, so a second run needs another store.
+    """
     return os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")

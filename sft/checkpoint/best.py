@@ -23,8 +23,8 @@ class Best:
     data: str  # digest of the held-out set
     documents: int  # number of documents in the held-out set
     loss: str = _NOT_RECORDED  # the settings that weigh tokens; not recorded by earlier versions
-    step: int | None = None  # None: no checkpoint was compared yet
-    value: float | None = None
+    step: int | None = None  # step of the best checkpoint; None: no checkpoint was compared yet
+    value: float | None = None  # value of the metric at this step
 
     @staticmethod
     def read(stored: Mapping[str, Any]) -> "Best | None":

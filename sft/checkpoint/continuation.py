@@ -1,4 +1,4 @@
-"""Finds the checkpoint from which a run would continue, and checks the changes of the recipe since its save.
+"""Finds the checkpoint from which a run would continue, and checks how the recipe has changed since its save.
 
 `sft check`, `sft status` and every start of a run call `check`, so all of them refuse a run with the same message.
 The facts of a checkpoint are in its manifest.json.  Older versions stored them only in a pickle, which the safe reader
@@ -137,7 +137,10 @@ def compare(
     is_named: bool,
     not_compared: Collection[str] = frozenset(),
 ) -> list[str]:
-    """One line for each change since the checkpoint in `path` was saved.
+    """Compares a checkpoint with this run.  Returns one line for each change since the save that is not refused.
+
+    facts: the result of `facts_of`; now: the conditions of this run; is_named, not_compared: as for `Continuation` and
+           `check`
 
     Raises CheckpointError if a change is refused, or if another program wrote the checkpoint and checkpoint.resume does
     not name it.  Raises ConfigError if checkpoint.allow_changes names a key that is never refused.
@@ -159,7 +162,8 @@ def compare(
 
 
 def check_base(path: Path, stored: str | None, base: str | None, *, is_compared: bool = True) -> None:
-    """Raise CheckpointError if the checkpoint trained adapters beside other frozen weights than this run does.
+    """Raise CheckpointError if the checkpoint and this run differ in their frozen weights, beside which adapters are
+    trained, or in whether they train adapters.
 
     stored, base: digest of the frozen weights, in the checkpoint and now; None if all weights are trained
     is_compared: False compares only whether adapters are trained, and not the digests
@@ -176,6 +180,7 @@ def check_base(path: Path, stored: str | None, base: str | None, *, is_compared:
 
 
 def none_undamaged(folder: Path, damaged: Collection[str]) -> str:
+    """The error message if all checkpoints are damaged.  damaged: a text for each"""
     return (
         f"{folder} holds no undamaged checkpoint, and a run that has saved is not started over.\n  "
         + "\n  ".join(first_few(damaged))
@@ -188,7 +193,10 @@ def jump(resumed: Continuation, config: Config, num_steps: int, steps_of: Callab
 
     Both rates are those of the next step, because a warm-up of the unchanged recipe may double the rate in one step.
     If the next step is after the end of the checkpoint's recipe, that recipe's last rate is compared.
-    steps_of: converts epochs to steps.  None if the data are not read; a length in epochs then gives no warning.
+
+    num_steps  steps of the whole run by this recipe
+    steps_of   converts epochs to steps; None if the data are not read.  Then there is no warning if the checkpoint's
+               recipe gives its length in epochs
 
     cosine from 1e-3 to 1e-5, resumed after step 6, num_steps 6 -> 12: step 7 has 3.77e-4 instead of 1e-5, a jump
     """

@@ -1,4 +1,4 @@
-"""The checkpoint folders of a run: their names and order, and how they are published and removed.
+"""Names, orders, publishes and removes the checkpoint folders of a run.
 
     run.dir/checkpoints/
         latest_checkpointed_iteration.txt      the newest step; name and content as in Megatron-LM
@@ -7,7 +7,7 @@
         iter_0000150.replaced-7a10/            being removed, because the same step was saved again
         iter_0000050.retired-c21d/             being removed, because it is old
         iter_0000100.corrupt-20261120-193000/  found damaged when a run resumed
-        iter_0000400.given-up-b07a/            not used again: the run was resumed from an earlier step
+        iter_0000400.given-up-b07a/            no longer used, because the run was resumed from an earlier step
 
 Only a complete checkpoint has a name like iter_0000100: it gets another name before its first file is removed.  While a
 run holds the lock of its folder, only its rank 0 calls the functions that change the folder.
@@ -77,7 +77,8 @@ def read_pointer(folder: Path) -> int | None:
 def candidates(folder: Path) -> list[Path]:
     """The checkpoints from which a run may continue, newest first.
 
-    These are the checkpoints up to the step in the pointer.  If there are none, or no pointer, all are returned.
+    These are the checkpoints up to the step in the pointer.  If there are none, or no pointer, these are all
+    checkpoints.  Raises CheckpointError as `published`.
     """
     newest_first = published(folder)[::-1]
     step = read_pointer(folder)
@@ -85,9 +86,9 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def find(paths: Iterable[Path], key: str) -> Path:
-    """The checkpoint that `paths` name: a path that is a checkpoint, or the first candidate in a path.
+    """The checkpoint of the first of `paths` that has one: the path itself, or the newest candidate in this folder.
 
-    The first path with a checkpoint decides.  key: the setting that names the paths, for the error message
+    key: the setting that names the paths, for the error message
     Raises CheckpointError if no path has a checkpoint.
     """
     sources = list(paths)
@@ -104,6 +105,7 @@ def has_saved_before(folder: Path) -> bool:
 
 
 def make_temporary(folder: Path, step: int) -> Path:
+    """Make the folder in which the checkpoint of `step` is written.  Raises OSError."""
     path = folder / f"{name_of(step)}.tmp-{secrets.token_hex(4)}"
     path.mkdir(parents=True)
     return path
@@ -120,7 +122,7 @@ def check_writable(folder: Path) -> None:
 def publish(written: Path, step: int) -> Path:
     """Rename the complete folder `written` to its final name, and write `step` into the pointer.  Returns the new path.
 
-    The caller has already flushed the files of the folder to disk.
+    The caller has already flushed the files of the folder to disk.  Raises OSError.
     """
     folder, final = written.parent, written.with_name(name_of(step))
     flush(written)
@@ -137,6 +139,7 @@ def publish(written: Path, step: int) -> Path:
 
 
 def write_pointer(folder: Path, step: int) -> None:
+    """Replace the pointer atomically, and flush it to disk.  Raises OSError."""
     replace_text(folder / POINTER, str(step), sync=True)
 
 

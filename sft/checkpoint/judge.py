@@ -1,8 +1,8 @@
-"""Compares the checkpoints of a run by `checkpoint.keep_best`.
+"""Compares the checkpoints of a run by `checkpoint.keep_best`, to find the best one (judging).
 
-A run keeps the best checkpoint that its state names only if the run continues from its own folder, that checkpoint
-still exists there, and metric, direction, held-out set and the weights of tokens have not changed.  Otherwise judging
-starts anew, and the log says so.
+A resumed run continues to compare with the best checkpoint of its state only if the run continues from its own folder,
+that checkpoint still exists there, and metric, direction, held-out set and the weights of tokens have not changed.
+Otherwise judging starts anew, and the log says so.
 """
 
 from collections.abc import Collection, Mapping
@@ -21,9 +21,9 @@ from sft.metrics.records import Record
 class Judge:
     """Judges the checkpoints in `folder`.
 
-    held_out   digest and number of documents of each held-out set, by its name
-    best_step  step of the best checkpoint; None if no checkpoint was compared
+    held_out   {name of a held-out set: (its digest, the number of its documents)}
     loss       the settings that weigh tokens
+    best_step  step of the best checkpoint; None if no checkpoint was compared
     """
 
     def __init__(
@@ -45,10 +45,11 @@ class Judge:
         self.best_step: int | None = None
 
     def resumed(self, state: TrainState, *, is_ours: bool, is_due: bool) -> TrainState:
-        """The state from which the run continues.  It keeps its best checkpoint only if `_why_anew` finds no objection.
+        """The state from which the run continues.  Its best checkpoint is dropped if judging starts anew.
 
         is_ours  whether the checkpoint of `state` is in this run's folder
-        is_due   whether a held-out pass is due after the step of `state`.  If judging starts anew, it is made again
+        is_due   whether a held-out pass is due after the step of `state`.  If judging starts anew, this pass is made
+                 again
         """
         why = self._why_anew(state.best, is_ours=is_ours)
         if why is None:
@@ -77,7 +78,7 @@ class Judge:
         return replace(state, best=best)
 
     def _why_anew(self, best: Best | None, *, is_ours: bool) -> str | None:
-        """Why `best` is not the best checkpoint of this run; None if it is."""
+        """The reason why judging starts anew and drops `best`; None if `best` is kept."""
         if best is None or self._none is None:
             return None if best is self._none else "checkpoint.keep_best has changed between a metric and null"
         if not is_ours:

@@ -30,8 +30,8 @@ Verify = Literal["off", "size", "full"]
 class Manifest:
     """The files of a checkpoint by name, and facts about the checkpoint.
 
-    The facts are "step", "time", the TrainState ("state") and the fields of Conditions.  Manifests of exports, imports
-    and older versions have other facts.
+    In a checkpoint of a run, the facts are "step", "time", the TrainState ("state") and the fields of Conditions.
+    Manifests of exports, imports and older versions have other facts.
     """
 
     files: dict[str, Entry]
@@ -46,6 +46,7 @@ message(Entry)
 
 
 def write(folder: Path, manifest: Manifest) -> None:
+    """Write manifest.json, and flush it to disk.  Raises OSError."""
     files = {name: {"bytes": e.num_bytes, "sha256": e.sha256} for name, e in sorted(manifest.files.items())}
     content = {"format": FORMAT, **manifest.facts, "files": files}
     replace_text(folder / NAME, json.dumps(content, indent=1) + "\n", sync=True)
@@ -88,8 +89,8 @@ def read(folder: Path) -> Manifest | None:
 def damage(folder: Path, manifest: Manifest, *, verify: Verify, share: tuple[int, int] = (0, 1)) -> list[str]:
     """One line for each file that differs from its manifest entry.
 
-    share: (i, n) divides the files into n parts, and checks part i.  Part 0 also checks the sizes of all files
-    verify: "size" compares sizes only, "full" also digests
+    share: (i, n): only share i of n shares of the files is checked; share 0 also includes the sizes of all files
+    verify: "size" compares sizes only, "full" also digests; "off" compares nothing
     Raises OSError if a file cannot be read at the moment, which does not mean that the checkpoint is damaged.
     """
     if verify == "off":
@@ -121,6 +122,7 @@ def _shares(manifest: Manifest, count: int) -> list[list[str]]:
 
 
 def refuse(folder: Path, problems: Sequence[str]) -> None:
+    """Raise CheckpointError with the first few problems, if there are any."""
     if problems:
         raise CheckpointError(f"{folder} is damaged: {'; '.join(first_few(problems))}.")
 
@@ -151,4 +153,5 @@ def names_in(folder: Path) -> Sequence[str]:
 
 
 def bytes_in(folder: Path) -> int:
+    """The bytes of all files of a checkpoint except the manifest."""
     return sum((folder / name).stat().st_size for name in names_in(folder))

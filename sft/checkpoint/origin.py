@@ -1,9 +1,9 @@
 """Records the checkpoint `checkpoint.resume = PATH` from which a run began, and decides whether a PATH names it again.
 
 A repeated command continues from the run's own checkpoints, because going back to PATH would lose their steps.  Paths
-change: a folder moves, or is mounted at another point.  So a checkpoint is recognised by the digest of its manifest.
-An equal path shows that the checkpoint is the same, unless a digest contradicts.  A different path shows nothing,
-unless the step in its name differs.
+change when a folder moves or is mounted at another point.  So a checkpoint is recognised by the digest of its manifest.
+Without digests, an equal path means the same checkpoint, and another step in the path's name means another checkpoint.
+Any other path decides nothing, and the run is refused.
 """
 
 from collections.abc import Mapping
@@ -20,11 +20,11 @@ from sft.parallel.messages import message
 @message
 @dataclass(frozen=True, kw_only=True)
 class RunOrigin:
-    """The checkpoint from which a run began.  All values are JSON types."""
+    """The checkpoint of checkpoint.resume = PATH from which a run began.  All values are JSON types."""
 
     path: str  # the absolute path when the run began, with links resolved
     written: str | None  # the value of checkpoint.resume; None in checkpoints of earlier versions
-    step: int | None
+    step: int | None  # the step of the checkpoint; None if it is unknown
     manifest: str | None  # SHA-256 of manifest.json; None if there is none (Megatron-LM) or an earlier version saved
 
     @staticmethod
@@ -47,8 +47,8 @@ class RunOrigin:
         """Whether `path`, a checkpoint or a folder of checkpoints, is this origin or contains it.
 
         own_step: step of the newest checkpoint of the run, for the error message
-        Raises CheckpointError if nothing shows whether it is, if `path` does not exist, or if the path of the origin
-        now holds another checkpoint.
+        Raises CheckpointError if this cannot be decided, if `path` does not exist, or if the path of the origin now
+        holds another checkpoint.
         """
         is_one = (path / MARKER).is_file()
         digests = {named: manifest.digest(named) for named in ([path] if is_one else folders.published(path))}
@@ -62,7 +62,7 @@ class RunOrigin:
             raise self._refusal(path, own_step, f"that path does not exist in {Path.cwd()}")
         same_step = [digest for named, digest in digests.items() if is_one or folders.step_of(named) == self.step]
         if self.manifest is not None and same_step and None not in same_step:
-            return False  # another digest
+            return False  # the checkpoint of the same step has another digest
         step = folders.step_of(path.resolve())
         if is_one and None not in (step, self.step) and step != self.step:
             return False

@@ -30,6 +30,8 @@ _NFS_DELAY_S = 120.0  # how long a rank waits for a file that rank 0 already see
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
+    """A verified checkpoint from which the run continues."""
+
     path: Path
     verification: str  # text for the log: how the checkpoint was verified
     is_named: bool = False  # whether checkpoint.resume is a path that leads to this checkpoint
@@ -93,7 +95,7 @@ def next_step(config: CheckpointConfig, folder: Path) -> int:
 
 
 def verified(path: Path, verify: Verify, groups: ProcessGroups) -> ResumePoint:
-    """Compare the files of the checkpoint in `path` with its manifest, as `verify` says.  Collective.
+    """Compare the files of the checkpoint in `path` with its manifest by `verify`, each rank a share.  Collective.
 
     Raises CheckpointError with the first few differences, if a file differs from its manifest entry.  Raises OSError if
     a rank does not see a file that rank 0 sees.

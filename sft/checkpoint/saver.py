@@ -1,8 +1,9 @@
 """Saves the state of a run as a published checkpoint, in the background with checkpoint.async_save.
 
-A save writes under a temporary name, flushes to disk, computes digests, writes the manifest, renames the folder, writes
-the pointer, and then removes older checkpoints.  Until the pointer is written, the previous checkpoint stays complete
-and selected.  All ranks learn the outcome of each stage of a save before any rank begins the next stage.
+A save writes files under a temporary name, flushes them to disk, computes digests, writes the manifest, renames the
+folder, writes the pointer, and then removes older checkpoints.  Until the pointer is written, it names the previous
+checkpoint, which stays complete.  All ranks learn the outcome of each stage of a save before any rank begins the next
+stage.
 
 A failed save is reported, and training continues.  Three failures in a row, or a failure of the last save, end the run.
 """
@@ -40,7 +41,7 @@ _LAST_WAIT_S = 60.0
 class Saver:
     """Saves the checkpoints of one run.  `add_pass`, `save` and `drain` are collective.
 
-    Only rank 0 calls these functions, the last two in the thread that writes the checkpoint:
+    Only rank 0 calls the following functions.  It calls the last two in the thread that writes the checkpoint.
     is_ours       returns whether this run still holds the lock of its folder
     on_published  receives the step of a published checkpoint and the seconds that its save took
     in_use        returns the steps whose checkpoints must not be removed, because an export needs them
@@ -78,7 +79,7 @@ class Saver:
         """Begin to allocate the memory for copies, so that the first background save does not wait for it.
 
         Called after each step of training, because the first step must get its memory before the copy does.  Does
-        nothing the second time, or if no save is due before the last step: the save of the last step makes no copy.
+        nothing if the memory is already allocated, or if no save is due before the last step, whose save makes no copy.
         Collective.
         """
         if self._buffers is None or self._buffers.is_prepared or not self._config.copies_state:
@@ -136,7 +137,7 @@ class Saver:
             self._failed(job.step, error, must_succeed=must_succeed)
 
     def wait_briefly(self) -> None:
-        """Give a background save time to finish when the run ends with an error.  Not collective; never raises."""
+        """Wait up to 60 s for a background save, when the run ends with an error.  Not collective; never raises."""
         if self._job is not None and self._job.is_alive():
             self._job.join(_LAST_WAIT_S)
 

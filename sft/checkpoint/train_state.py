@@ -1,7 +1,7 @@
-"""Defines the progress of a run, and the conditions that determine its results.
+"""Defines the progress of a run (TrainState), and the conditions that determine its results (Conditions).
 
-If conditions changed since a checkpoint was written, this module decides which changes are only reported, and which are
-refused unless checkpoint.allow_changes names them.
+If conditions have changed since a checkpoint was written, this module decides which changes are only reported, and
+which are refused unless checkpoint.allow_changes names them.
 """
 
 import importlib.metadata
@@ -22,10 +22,10 @@ from sft.parallel.messages import message
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
 # Name in the versions of a checkpoint -> name of the distribution.  `sft` on the package index is another project.
 _DISTRIBUTIONS = {"sft": "sft-megatron", **{name: name for name in _PACKAGES}}
-BASE = "base"  # name of a field of Conditions
+BASE = "base"  # the name of the field `Conditions.base`, in `not_compared`
 _FREEZE = "train.freeze"
 _START_ONLY = ("model.hf", "model.init_from", "model.init_std", "lora.init_from")
-# The value that describes what runs did before a key existed, for keys with another default.
+# For keys whose default changes the behaviour of earlier runs: the value with the behaviour before the key existed.
 _BEFORE = {"data.supervise_inserted": False}
 _NOT_COMPUTED = ("lora.lr_ratio", "lora.export")  # keys of the group lora that do not change what the model computes
 
@@ -59,6 +59,7 @@ class TrainState:
         return None if self.best is None else self.best.step
 
     def after(self, result: StepResult, location: tuple[int, int], chain: str) -> "TrainState":
+        """The state after one more step.  location: its epoch and global batch; chain: the chain digest after it"""
         return replace(
             self,
             step=self.step + 1,
@@ -93,7 +94,8 @@ class Conditions:
 class Changes:
     """Differences between two Conditions.
 
-    reported: lines for the log.  refused: for each refused key, a text with the old and the new value
+    reported  lines for the log
+    refused   {refused key: a text with the old and the new value}
     """
 
     reported: list[str]
@@ -101,6 +103,7 @@ class Changes:
 
 
 def installed() -> dict[str, str]:
+    """The versions of sft and of the installed packages on which results depend."""
     versions = {}
     for name, distribution in _DISTRIBUTIONS.items():
         try:
@@ -115,7 +118,8 @@ def changes(
 ) -> Changes:
     """The differences between `before`, the Conditions in a checkpoint as a dictionary, and `now`, those of this run.
 
-    allowed: checkpoint.allow_changes.  not_compared: keys of the plan whose values in `now` are unknown
+    allowed       checkpoint.allow_changes
+    not_compared  keys of the plan whose values in `now` are unknown
     Raises ConfigError if `allowed` names a key that is never refused.
     """
     refused = {key: text for key, text in _differences(before["plan"], now.plan) if key not in not_compared}
@@ -141,16 +145,17 @@ def changes(
 
 
 def model_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """A text with the old and the new value for each changed key that describes the model.
+    """{changed key that describes the model: a text with its old and its new value}
 
-    before: the Conditions in the checkpoint, as a dictionary.  now: the value of each key of the recipe
+    before: the Conditions in the checkpoint, as a dictionary; now: the value of each key of the recipe
     """
     differences = _differences(_with_defaults(before["recipe"], now), now)
     return {key: change for key, change in differences if _describes_model(key)}
 
 
 def recipe_values(config: Config) -> dict[str, Any]:
-    """The value of every key of the recipe.  The tokenizer that is used replaces data.tokenizer = null."""
+    """The value of every key of the recipe.  data.tokenizer is the tokenizer that is used, also if the recipe has
+    null."""
     return values(config) | {"data.tokenizer": config.tokenizer}
 
 

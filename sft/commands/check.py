@@ -79,7 +79,7 @@ def _gpu(recipe: "Recipe", name: str | None) -> "Gpu | None":
 
 
 def _print_rotary(recipe: "Recipe") -> None:
-    """Print whether packs are too long for the fused rotary kernel of a backend that the run may use."""
+    """Print the reason if the run may use Transformer Engine, but its fused rotary kernel cannot be used."""
     from sft.layers.fused_rotary import why_not
 
     config = recipe.config
@@ -95,7 +95,7 @@ def _check_data(recipe: "Recipe", layout: "Layout", gpu: "Gpu | None") -> None:
     tokenizer = tokenizer_of(recipe.config)
     _print_model(recipe, layout, tokenizer.vocab_size, gpu)
 
-    # Not before: these modules import torch, and _print_model refuses a recipe that does not fit.
+    # These modules import torch, which takes long.  So _print_model first refuses a recipe that does not fit.
     from sft.commands.resume_lines import with_data
     from sft.console import size
     from sft.data.cache.prepare import prepare_recipe
@@ -153,7 +153,8 @@ def _print_warnings(recipe: "Recipe", others: "Sequence[str]", **length: int | N
 
 
 def _print_model(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None, gpu: "Gpu | None") -> None:
-    """Print the number of parameters and the predicted memory; refuse a recipe that does not fit the GPU."""
+    """Print the number of parameters and the predicted memory.  Raises ConfigError if the recipe does not fit the
+    GPU."""
     from sft.estimate.lengths import Lengths
     from sft.estimate.memory import describe
     from sft.layers import kinds
@@ -185,7 +186,7 @@ def _print_model(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None,
 def _check_fit(
     recipe: "Recipe", layout: "Layout", rows: int, trained: "Trained", lengths: "Lengths", gpu: "Gpu"
 ) -> None:
-    """Refuse a recipe that does not fit the GPU with documents of these lengths."""
+    """Raise ConfigError if the recipe does not fit the GPU with documents of these lengths."""
     from sft.estimate.constants import constants_of
     from sft.estimate.gpus import GIB, HOST_GIB
     from sft.planner.fit import problem

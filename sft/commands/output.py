@@ -1,4 +1,4 @@
-"""How commands print their results (on stdout) and their progress (on stderr)."""
+"""Prints the results of commands on stdout and their progress on stderr, and writes their pictures."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,12 +17,13 @@ def show(text: str) -> None:
 
 
 def print_group(name: str, lines: Sequence[str]) -> None:
+    """Print lines of a result.  The name of the group is before the first line; the others are indented."""
     for label, line in zip([name, *[""] * len(lines)], lines, strict=False):
         show(f"{label:7} {line}")
 
 
 def progress() -> Console:
-    """A console on stderr for progress: stdout is for results."""
+    """A console that prints progress on stderr, because stdout is for results."""
     return Console(0, sys.stderr)
 
 
@@ -41,6 +42,6 @@ def picture_file(option: str, file: Path) -> Iterator[Path]:
 
 
 def need_matplotlib(user: str) -> None:
-    """Raise ConfigError if matplotlib is not installed, without which `user`, a command or option, cannot draw."""
+    """Raise ConfigError if matplotlib is not installed.  user: the command or option that draws with it"""
     if find_spec("matplotlib") is None:
         raise ConfigError(f"{user} needs matplotlib, which is not installed: pip install matplotlib")

@@ -1,4 +1,4 @@
-"""`sft plan`: searches the layouts of a recipe or a model, and says which is the fastest that fits, and why."""
+"""`sft plan`: searches for the fastest layouts of a recipe or a model that fit, and prints their memory and time."""
 
 import json
 import os

@@ -74,5 +74,5 @@ def probe(arguments: Namespace) -> int:
 
 
 def overrides_of(against: str) -> list[str]:
-    """ "parallel.cp=1,data.train=[a, b]" -> ["parallel.cp=1", "data.train=[a, b]"]"""
+    """The overrides in the value of --against: "parallel.cp=1,data.train=[a, b]" -> two of them"""
     return re.split(r",(?=\s*[a-z_]+(?:\.\w+)+=)", against)

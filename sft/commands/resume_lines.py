@@ -1,4 +1,4 @@
-"""The lines of `sft check` and `sft status` about the checkpoint from which a run would continue."""
+"""Makes the lines of `sft check` and `sft status` about the checkpoint from which a run would continue."""
 
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from sft.data.cache.corpus import Corpus
     from sft.data.loader import Loader
 
-Lines = tuple[list[str], list[str]]  # about the resume, and warnings
+Lines = tuple[list[str], list[str]]  # lines about the checkpoint and the changes since its save; warnings
 
 
 def with_data(recipe: Recipe, layout: Layout, corpus: "Corpus", loader: "Loader", rows: int) -> Lines:
-    """The lines if the data are read.  Everything is compared, except base weights that were never hashed.
+    """The lines if the data are read.  All conditions are compared, except base weights whose digest is unknown.
 
     rows: rows of the embedding, without padding
     Raises the error that training would raise: ConfigError or CheckpointError.
@@ -39,7 +39,10 @@ def with_data(recipe: Recipe, layout: Layout, corpus: "Corpus", loader: "Loader"
 
 
 def without_data(recipe: Recipe, layout: Layout) -> Lines:
-    """The lines if no data are read.  Everything else is compared with the run's files on this machine."""
+    """The lines if no data are read.  All other conditions are compared with the run's files on this machine.
+
+    Raises ConfigError or CheckpointError as `with_data`.
+    """
     config, folder = recipe.config, Path(recipe.config.run.dir) / "checkpoints"
     resume = config.checkpoint.resume
     is_named = resume not in resume_setting.WORDS and Path(resume).exists()
@@ -53,8 +56,8 @@ def without_data(recipe: Recipe, layout: Layout) -> Lines:
 
 
 def next_start(config: Config) -> str | None:
-    """Where the next start continues, in one line; None if a new run starts.  Data, base weights and the layout are not
-    compared.
+    """A line about the checkpoint from which the next start continues; None if a new run starts.  Data, base weights
+    and the layout are not compared.
 
     Raises the error that training would raise: ConfigError or CheckpointError.
     """
@@ -65,9 +68,9 @@ def next_start(config: Config) -> str | None:
 
 
 def _base(config: Config) -> tuple[str | None, set[str]]:
-    """The remembered digest of the base weights and set(); "" and {BASE} if no digest is remembered.
+    """The digest of the base weights, and the names of conditions that cannot be compared.
 
-    Without LoRA: None and set().
+    Without LoRA: None, set().  With LoRA: the remembered digest, set(); if no digest is remembered: "", {BASE}.
     """
     if not config.lora.is_used:
         return None, set()

@@ -1,4 +1,4 @@
-"""`sft status`: says how a run ended, and whether to start it again."""
+"""`sft status`: prints how a run ended, and whether to start it again."""
 
 import os
 from argparse import Namespace
@@ -17,7 +17,7 @@ def add(commands: Any) -> None:
 def status(arguments: Namespace) -> int:
     """Run `sft status`.  Returns 0 if the run is done, 75 if it should be started again, else 2.
 
-    Raises the error with which the next start would end, as far as it shows without data and a GPU.
+    Raises the error with which the next start would end, if it can be found without data and a GPU.
     """
     from sft.commands.resume_lines import next_start
     from sft.run.lock import is_gone

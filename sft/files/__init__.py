@@ -1,1 +1,1 @@
-"""Reads, writes, copies and digests files, so that neither a stranger's folder nor a crash does harm."""
+"""Reads, writes, copies and digests files safely: folders may be untrusted, and a process may end at any time."""

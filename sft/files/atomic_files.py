@@ -79,10 +79,10 @@ def flush(path: Path) -> None:
 
 
 def why_not_written(folder: Path, error: BaseException) -> str:
-    """The reason why a write into the folder failed: "the disk is full (OSError: [Errno 28] ...)".
+    """The reason why a write into the folder failed, such as "the disk is full (OSError: [Errno 28] ...)".
 
-    The reason comes from the errno of the error or of an error that caused it.  A library may raise an error without
-    errno; then a test write gives the reason.  If the test write succeeds, the text is the error alone.
+    The reason follows from the errno of the error or of an error that caused it.  A library may raise an error without
+    errno; then the reason follows from a test write.  If the test write succeeds, the text has only the error.
     """
     message = f"{type(error).__name__}: {error}".splitlines()[0]
     fault = {**_FAULTS, errno.EACCES: _MAY_NOT_WRITE}.get(_error_number(error) or _ask_file_system(folder))
@@ -102,7 +102,8 @@ def unusable(message: str, folder: Path, error: OSError, kind: type[SftError] = 
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """A context manager that turns an OSError of the disk or of permissions into an SftError with one sentence.
+    """A context manager that turns an OSError of the disk into a StorageError, and one of permissions into a
+    ConfigError.
 
     Other OSErrors stay as they are, for example for a reset connection or a file that does not exist.
     """
@@ -119,7 +120,7 @@ def explained() -> Iterator[None]:
 
 
 def _fault_of(error: OSError) -> str | None:
-    """The reason for the error in words; None if its errno is not known.  For EACCES, names the missing permission."""
+    """The reason for the error in words, such as the missing permission; None if its errno is not known."""
     if error.errno != errno.EACCES:
         return _FAULTS.get(error.errno or 0)
     path, missing = error.filename, []
@@ -131,7 +132,8 @@ def _fault_of(error: OSError) -> str | None:
 def append(file: RawIOBase, content: bytes) -> None:
     """Write all of `content` at the end of an unbuffered file.
 
-    After a failed write, a buffered file would write the content again when it is closed.
+    The file must be unbuffered, because a buffered file would write the content again when it is closed after a failed
+    write.
     """
     rest = memoryview(content)
     while rest:

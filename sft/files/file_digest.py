@@ -1,4 +1,4 @@
-"""Sizes and SHA-256 digests of files, computed by reading a file or while a new file is written."""
+"""Computes sizes and SHA-256 digests of files, by reading a file or while a new file is written."""
 
 import hashlib
 import os
@@ -13,6 +13,8 @@ _PIECE_BYTES = 4 << 20  # small enough to stay in the CPU cache until both the h
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
+    """The size of a file in bytes, and the SHA-256 of its content in hexadecimal digits."""
+
     num_bytes: int
     sha256: str
 
@@ -28,8 +30,8 @@ class HashingFile:
     """A new file, whose size and digest are computed while it is written.
 
     A thread hashes a large block while the block is written; hashing and writing release the interpreter's lock.
-    `write` does not raise an OSError: `check` and `finish` raise it later.  The reason is that torch.save calls `write`
-    and would turn the OSError into another error, which depends on the version of torch.
+    `write` does not raise an OSError; `check` and `finish` raise it later.  torch.save, which calls `write`, would turn
+    it into another error that depends on the version of torch.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,7 +54,7 @@ class HashingFile:
             self._hasher = self._hasher or ThreadPoolExecutor(1, "hashing")
             hashed = self._hasher.submit(self._digest.update, view)
             self._put_or_fail(view)
-            hashed.result()  # waits here, because the caller may change the block
+            hashed.result()  # waits, because the caller may change the block after `write` returns
 
     def __repr__(self) -> str:
         return f"HashingFile({self._stream.name})"

@@ -27,11 +27,12 @@ _PART_BYTES = 255  # limit of file systems for a part of a path between two slas
 
 
 class UnsafeFileError(ValueError):
-    """A name is not a plain path, a link leaves the folder, or a file is too large or not a regular file."""
+    """The error if a name is no plain path, a link leaves the folder, or a file is too large or not a regular file."""
 
 
 def check_name(name: object) -> str:
-    """Return `name` if it is a plain path below a folder, such as a.txt or b/a.txt.  Else raises UnsafeFileError."""
+    """Return `name` if it is a plain path below a folder, such as a.txt or b/a.txt.  Otherwise, raise
+    UnsafeFileError."""
     parts = name.split("/") if isinstance(name, str) else []
     if not isinstance(name, str) or not parts or {"", ".", ".."} & {*parts}:
         fault = "is not the plain path of a file in the folder"

@@ -1,4 +1,4 @@
-"""Says where the value of a key comes from, and what the key means (`sft check --explain`)."""
+"""Makes the text of `sft check --explain`: where the value of a key comes from, and what the key means."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from sft.errors import ConfigError
 from sft.parallel.layout import Layout
 from sft.recipe.resolved import Recipe, derived
 
-# Sizes that are no keys, because the number of processes decides them: what each is derived from, and its meaning.
+# Sizes that are no keys, because the number of processes decides them: (the values that decide it, its meaning).
 _SIZES = {
     "world_size": ("the number of processes", "Number of processes of the run, one for each GPU."),
     "dp": ("world_size / (tp * cp * pp)", "Data-parallel size: groups of ranks that train on different packs."),

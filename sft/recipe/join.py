@@ -1,4 +1,5 @@
-"""Makes a process one rank of a layout: its device, its process groups, and one commit of each hub name for all."""
+"""Makes this process one rank of a layout: starts its device and process groups, and checks that all ranks read the
+same commit of each hub name."""
 
 from collections.abc import Sequence
 

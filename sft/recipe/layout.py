@@ -1,4 +1,4 @@
-"""The layout of a recipe on a number of processes."""
+"""Finds the layout of a recipe on a number of processes."""
 
 import os
 
@@ -27,7 +27,7 @@ def resolve_layout(recipe: Recipe, world_size: int | None) -> Layout:
 
 
 def launched_world_size() -> int | None:
-    """The world size that torchrun set; None without torchrun."""
+    """The world size that torchrun has set in WORLD_SIZE; None without torchrun.  Raises ConfigError for other text."""
     text = os.environ.get("WORLD_SIZE")
     if text is not None and not text.isdecimal():
         raise ConfigError(f'environment variable WORLD_SIZE = "{text}" is not a number of processes.  Unset it.')

@@ -28,7 +28,7 @@ from sft.recipe.resolved import Origin, Recipe, derived, printable
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 # Keys of model.rope that a recipe may not change.
 _NOT_POSITIONS = ("fraction", "skip_layers", "query_scale_beta", "window_base", "window_fraction")
-# What to do instead of setting a key for which config.json decides.
+# Advice for a key that the recipe must not set, because config.json decides its value.
 _MORE = {"model.vocab_size": "  docs/start/data.md, Add tokens, shows how the model gets more rows."}
 _MAX_BYTES = 1 << 20  # a larger file is probably a data file given by mistake
 _MAX_ADVISED = 50  # unknown keys for which similar keys are looked up, which takes up to a millisecond each
@@ -95,12 +95,13 @@ class _Draft:
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, Origin] = field(default_factory=dict)
     problems: list[tuple[Origin, str]] = field(default_factory=list)
-    meant: set[str] = field(default_factory=set)  # keys suggested for unknown keys; not also "missing"
+    meant: set[str] = field(default_factory=set)  # keys suggested for unknown keys; these are not reported as missing
     names: dict[str, dict[str, Origin]] = field(default_factory=dict)  # by current key: the names that the user gave
     pretrained: Pretrained | None = None  # the model that model.hf names
 
     def take(self, prefix: str, pairs: Pairs, origin_of: Callable[[int], Origin]) -> None:
-        """Add the keys and values below `prefix`."""
+        """Add the keys and values of `pairs`, which are below `prefix`.  origin_of: the origin of the value in a
+        line"""
         first: dict[str, int] = {}
         for name, line, value in pairs:
             origin = origin_of(line)
@@ -164,7 +165,7 @@ class _Draft:
         ]
 
     def _forget_sources(self) -> None:
-        """Remove all values of NAMED, a list or named sources, because a later setting replaces them."""
+        """Remove all values of data.train, a list or named sources, because a later setting replaces them."""
         for known in (self.values, self.origins):
             for key in [key for key in known if key == NAMED or named(key)]:
                 del known[key]
@@ -238,7 +239,10 @@ class _Draft:
         raise ConfigError(listed(list(dict.fromkeys(text for _, text in ordered))))
 
     def refuse(self, kind: str, location: Sequence[str | int], cause: object) -> None:
-        """Adds one pydantic error to `problems`, as a text with the recipe key and the origin of its value."""
+        """Adds one pydantic error to `problems`, as a text with the recipe key and the origin of its value.
+
+        kind, location: type and loc of the error; cause: the exception of a validator, or None
+        """
         if tuple(location[:2]) == ("data", "eval") and isinstance(sets := self.values["data.eval"], dict):
             groups = {name: rows for name, rows in sets.items() if isinstance(rows, dict)}
             if len(location) > 3 and location[3] in groups:
@@ -281,6 +285,7 @@ class _Draft:
                 self._note(origin, f"{value}; expected {keys.expected(f'{NAMED}.{name}.{key}')}.")
 
     def refuse_value(self, key: str, why: str) -> None:
+        """Adds a problem with the value of a key.  why: the end of the sentence after the value and its origin"""
         source = self.origins.get(key.rpartition(".")[0]) if named(key) else None
         origin = self.origins.get(key, source or Origin("default"))
         value = self.values[key] if key in self.values else leaves()[keys.in_schema(key)].default

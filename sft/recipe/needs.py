@@ -43,7 +43,8 @@ def check_paths(recipe: Recipe, *, trains: bool = True) -> None:
 
 
 def _pattern_hint(key: str, path: str) -> str:
-    """Advice for a shell pattern such as data/*.jsonl.  It is refused, because new files could match it unnoticed."""
+    """Advice for a shell pattern such as data/*.jsonl.  Patterns are refused, because new files could match
+    unnoticed."""
     if not set("*?[") & set(path):
         return ""
     files = sorted(glob.glob(path, recursive=True))

@@ -1,4 +1,4 @@
-"""A validated recipe: its config, the origin of each value, and its output as YAML."""
+"""Defines a validated recipe: its config, the origin of each value, and its text as YAML."""
 
 import shlex
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ class Recipe:
 
 
 def derived(config: Config) -> dict[str, tuple[Any, str]]:
-    """The value that replaces each null: {"model.head_dim": (128, "hidden_size / num_attention_heads"), ...}."""
+    """For each key that is null and has a derived value: {"model.head_dim": (128, "hidden_size / ..."), ...}."""
     model, data = config.model, config.data
     substitutes = {
         "model.num_query_groups": (model.num_query_groups, model.resolved_query_groups, "num_attention_heads"),

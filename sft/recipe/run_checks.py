@@ -1,8 +1,9 @@
-"""Finds mistakes in a recipe that only the data or the launch show.
+"""Finds mistakes in a recipe that depend on its data or on the launch.
 
-Schedules must fit the number of steps, documents the model's positions, and with dynamic CP nodes the torchrun launch.
-`sft check` and training call `check_run`, so both refuse the same recipes with the same words.  sft/config/ finds
-mistakes in the keys alone, and sft/parallel/layout.py mistakes that depend on the number of processes.
+Schedules must fit the number of steps, and documents must fit the model's positions.  With dynamic CP, the nodes of the
+recipe must be those that torchrun has started.  `sft check` and training call `check_run`, so both refuse the same
+recipes with the same words.  sft/config/ finds mistakes in the keys alone, and sft/parallel/layout.py finds mistakes
+that depend on the number of processes.
 """
 
 import math
@@ -55,7 +56,7 @@ def check_run(
 
 
 def _step_warnings(config: Config, num_steps: int) -> Iterator[str]:
-    """Settings that have no effect in a run of `num_steps` steps."""
+    """Yields a warning for each setting that has no or a bad effect in a run of `num_steps` steps."""
     saves, evaluations = config.checkpoint.save_every, config.train.eval_every
     ends = f"the run ends after {num_steps} step{'s' * (num_steps > 1)}"
     optim = config.optim
@@ -82,7 +83,8 @@ def _step_warnings(config: Config, num_steps: int) -> Iterator[str]:
 
 
 def _node_warnings(config: Config) -> Iterator[str]:
-    """A warning if torchrun has started another number of ranks on a node than dynamic CP assumes in its plan."""
+    """Yields a warning if torchrun has started another number of ranks on a node than dynamic CP assumes in its
+    plan."""
     planned, local = config.parallel.gpus_per_node, int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     fits_one_node = os.environ.get("WORLD_SIZE") == str(local) and local <= planned
     if config.parallel.dynamic_cp and local not in (0, planned) and not fits_one_node:
@@ -93,10 +95,10 @@ def _node_warnings(config: Config) -> Iterator[str]:
 
 
 def _positions(recipe: Recipe, longest: int | None) -> str | None:
-    """The problem if a document, or a pack if `longest` is None, has more positions than the model was trained on.
+    """A text if the longest document, or a pack if `longest` is None, has more positions than the model was trained on.
 
-    None if there is no problem, if config.json does not say, or if the recipe itself sets model.rope.scaling = none or
-    model.rope.base, with which the user accepts the positions.
+    None if there is no such problem, if config.json does not name the number of positions, or if the user accepts more
+    positions by setting model.rope.scaling = none or model.rope.base.
     """
     model = recipe.config.model
     trained = None if model.pretrained is None else model.pretrained.max_positions

@@ -1,7 +1,7 @@
 """Checks whether the recipe, weights and checkpoints of a run allow its start.
 
 `sft check` and every start call these functions before a model is built, so both refuse the same runs with the same
-sentences.  The cluster may refuse a run for other reasons, which docs/reference/config.md lists.
+sentences.  A start may fail for further reasons of the cluster, which docs/reference/config.md lists.
 """
 
 from pathlib import Path
@@ -20,9 +20,10 @@ from sft.weights.trained import trained_names
 
 
 def check_weights(config: Config, trained: Trained, vocab_size: int | None) -> dict[str, list[str]]:
-    """The weights and adapters that the run loads, {"weights": lines, ...}, from headers and indexes alone.
+    """Lines about the weights and adapters that the run loads: {"weights": lines, "adapters": lines}.  Reads only
+    headers and indexes of files.
 
-    vocab_size: rows of the embedding without padding, if they are known
+    vocab_size: rows of the embedding without padding; None if they are unknown
     Raises ConfigError or CheckpointError if they are missing or do not fit the run.
     """
     run, is_lora = Path(config.run.dir), config.lora.is_used
@@ -40,8 +41,8 @@ def check_weights(config: Config, trained: Trained, vocab_size: int | None) -> d
 def check_resumed(config: Config, resumed: Continuation, vocab_size: int | None) -> None:
     """Raise CheckpointError if tensors or moments of the checkpoint do not fit the run.
 
-    They are compared if checkpoint.allow_changes allows changes.  Tensors are also compared if another program wrote
-    the checkpoint, because it then has no record of its model.
+    Both are compared if checkpoint.allow_changes names a key.  Tensors are also compared if another program wrote the
+    checkpoint, because it then has no record of its model.
     """
     facts, changes = resumed.facts, config.checkpoint.allow_changes
     if (facts is None or changes) and not config.lora.is_used:

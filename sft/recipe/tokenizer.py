@@ -1,4 +1,4 @@
-"""The tokenizer of a recipe: that of data.tokenizer, or the one that belongs to model.hf."""
+"""Loads the tokenizer of a recipe, that of data.tokenizer or of model.hf, and compares two tokenizers."""
 
 import json
 from typing import Any
@@ -21,7 +21,7 @@ def tokenizer_of(config: Config) -> ChatTokenizer:
 
 
 def same_ids(a: ChatTokenizer, b: ChatTokenizer) -> bool:
-    """Whether both make the same tokens from every text.
+    """Whether two tokenizers make the same tokens of every text.
 
     Chat template and end tokens may differ, as they do between a model and the export of a run (`served_files.py`).
     """
@@ -31,7 +31,7 @@ def same_ids(a: ChatTokenizer, b: ChatTokenizer) -> bool:
 
 
 def _of_text(tokenizer: FolderTokenizer) -> dict[str, Any]:
-    """The fields of the tokenizer that decide the ids of a text; whether an added token is special does not."""
+    """The fields of the tokenizer that decide the ids of a text.  Whether an added token is special changes no ids."""
     content = json.loads(tokenizer.files.backend.to_str())
     added = [{key: value for key, value in token.items() if key != "special"} for token in content["added_tokens"]]
     return {**{part: content[part] for part in ("model", "normalizer", "pre_tokenizer")}, "added_tokens": added}

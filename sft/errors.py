@@ -49,27 +49,27 @@ class SftError(Exception):
 
 
 class ConfigError(SftError):
-    """The error for a recipe, an override, an option or a layout that cannot be used."""
+    """A recipe, an override, an option or a layout cannot be used."""
 
 
 class DataError(SftError):
-    """The error for a data file, row, template or tokenizer that cannot be used.  For a row, it names file and line."""
+    """A data file, row, template or tokenizer cannot be used.  The message names file and line of a row."""
 
 
 class CheckpointError(SftError):
-    """The error for a checkpoint that is missing, damaged, of another model, or cannot be resumed with the recipe."""
+    """A checkpoint is missing, damaged, of another model, or does not fit the recipe."""
 
 
 class StorageError(SftError):
-    """The error if a disk is full or a file system fails.  Another start may succeed."""
+    """A disk is full, or a file system fails.  Another start may succeed."""
 
 
 class PeerError(SftError):
-    """The error if a rank does not answer, because it ended or never started.  Another start may succeed."""
+    """A rank does not answer, because it ended or never started.  Another start may succeed."""
 
 
 class TrainingError(SftError):
-    """The error if losses or gradients are not finite in too many steps in a row, or a held-out loss is not finite."""
+    """A loss or gradient is not finite in too many steps in a row, or a held-out loss is not finite."""
 
 
 MAY_SUCCEED = (StorageError, PeerError)  # errors after which the same command may succeed

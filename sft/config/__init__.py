@@ -1,4 +1,4 @@
-"""Every key of a recipe, its type, its default and its meaning.
+"""Defines every key of a recipe: its type, its default and its meaning.
 
 This package decides which keys a recipe may have, and which values and combinations of values are errors.
 `sft/recipe/load.py` reads files, and `sft/parallel/layout.py` checks the number of GPUs.  All models are frozen: no
@@ -62,7 +62,8 @@ class Config(Section):
 
     @property
     def auto_is_portable(self) -> str | None:
-        """Why attention.backend = auto is portable, also where Transformer Engine could run; None: no reason."""
+        """The reason why attention.backend = auto means portable, even where Transformer Engine could run; None: it
+        does not."""
         if self.attention.backend == "auto" and self.attention.kernels is not None:
             return "attention.kernels names kernels of portable"
         if self.attention.backend == "auto" and self.data.turns == "each":
@@ -75,7 +76,7 @@ class Config(Section):
 
     @property
     def local_modules_only(self) -> str | None:
-        """Why Transformer Engine's modules cannot compute this model with this layout; None: they can."""
+        """The reason why Transformer Engine's modules cannot compute this model with this layout; None: they can."""
         etp = self.parallel.etp
         if not self.model.mlp_bias or self.model.moe.num_experts is None or etp == 1:
             return None
@@ -185,7 +186,8 @@ class Config(Section):
             )
 
     def _conflicts_of_head_chunks(self) -> Iterator[tuple[str, str]]:
-        """`alignment.misfits` checks that the chunks divide the key heads of a rank."""
+        """The conflicts of train.head_chunks.  `alignment.misfits` checks that chunks divide the key heads of a
+        rank."""
         model = self.model
         reasons = {
             "attention.backend = te, which attends to all heads at once": not self.attention.may_be_portable,
@@ -208,7 +210,7 @@ class Config(Section):
             )
 
     def _conflicts_of_gradients(self) -> Iterator[tuple[str, str]]:
-        """`Layout.resolve` checks the number of microbatches of a step with a fixed cp."""
+        """The conflicts of optim.grad_dtype.  `Layout.resolve` checks the number of microbatches with a fixed cp."""
         key, is_half = "optim.grad_dtype", self.optim.grad_dtype == "bf16"
         if is_half and self.run.precision == "fp32":
             yield key, "needs run.precision = bf16, but run.precision is fp32; use fp32, or run.precision = bf16"

@@ -1,7 +1,7 @@
-"""The keys of attention, and which backends they allow.
+"""Keys of attention, and the backends that they allow.
 
 sft/mcore/backends implements the backends.  A recipe is checked before torch and megatron are imported, so this module
-has the properties of backends on which checks of other keys depend.
+defines the properties of backends that checks of other keys need.
 """
 
 from typing import Annotated, Literal
@@ -23,9 +23,10 @@ class AttentionConfig(Section):
 
     @property
     def may_be_portable(self) -> bool:
-        """Whether the portable backend may run, which needs no CUDA, has all kinds of layers, and shares latents."""
+        """Whether the portable backend may run.  It needs no CUDA, computes all kinds of layers, and sends latents."""
         return self.backend != "te"
 
     def may_be_te(self, device: str) -> bool:
-        """Whether Transformer Engine may run on run.device.  It has FP8 and fused rotary, and reads cp_comm, cp_a2a."""
+        """Whether Transformer Engine may run on run.device `device`.  It has FP8 and fused rotary positions, and reads
+        parallel.cp_comm and cp_a2a."""
         return self.backend != "portable" and device != "cpu"

@@ -1,4 +1,5 @@
-"""Says which keys of norms, values, gates and MLPs exclude each other; sft/config/model.py has the other conflicts."""
+"""Finds keys of norms, values, gates and MLPs that exclude each other; sft/config/model.py finds the other
+conflicts."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +8,7 @@ MOST_EXPERTS_IN_ALL = 1_000_000  # experts of all layers: 23,424 in Kimi K2
 
 
 def of_norms(model: Any) -> Iterator[tuple[str, str]]:
-    """The conflicts of norms.  model: the ModelConfig"""
+    """Yields (key, reason) of each conflict of norms.  model: the ModelConfig"""
     if model.qk_norm_across_heads and not model.qk_norm:
         yield "qk_norm_across_heads", "has no effect without qk_norm; use qk_norm = true"
     if model.qk_norm_across_heads and model.norm_zero_centered:
@@ -25,7 +26,7 @@ def of_norms(model: Any) -> Iterator[tuple[str, str]]:
 
 
 def of_values(model: Any) -> Iterator[tuple[str, str]]:
-    """The conflicts of values that differ from keys, and of gates.  model: the ModelConfig"""
+    """Yields (key, reason) of each conflict of gates, and of values whose width differs.  model: the ModelConfig"""
     if model.value_head_dim is not None and model.resolved_value_head_dim > model.resolved_head_dim:
         yield "value_head_dim", f"is more than the width of a key, {model.resolved_head_dim}; no kernel computes this"
     for name in ("value_head_dim", "value_multiplier", "attention_head_gate"):
@@ -36,6 +37,7 @@ def of_values(model: Any) -> Iterator[tuple[str, str]]:
 
 
 def of_mlp(model: Any) -> Iterator[tuple[str, str]]:
+    """Yields (key, reason) of each conflict of MLPs and experts.  model: the ModelConfig"""
     if model.moe.latent_size is not None and model.mlp_bias:
         yield "moe.latent_size", "is not supported with mlp_bias; use null"
     if model.num_layers * (model.moe.num_experts or 1) > MOST_EXPERTS_IN_ALL:

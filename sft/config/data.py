@@ -142,14 +142,14 @@ class DataConfig(Section):
 
     @property
     def train_files(self) -> list[Input]:
-        """Files and datasets of all sources, in their order."""
+        """The files and datasets of all sources, in their order."""
         if isinstance(self.train, list):
             return list(self.train)
         return [file for source in self.train.values() for file in source.inputs]
 
     @property
     def train_names(self) -> list[str] | None:
-        """The source of each element of `train_files`; None if sources have no names."""
+        """The name of the source of each element of `train_files`; None if `train` is a list of files."""
         return [name for name, source in self.sources.items() for _ in source.inputs] or None
 
     @property

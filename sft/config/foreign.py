@@ -1,4 +1,4 @@
-"""Names of settings in other trainers, for the hint of an error: our name, or why there is no such key.
+"""Maps settings of other trainers to keys of a recipe, or to the reason why there is no such key, for hints in errors.
 
 The other trainers are Megatron-LM, Megatron-Bridge, transformers' Trainer, TRL, axolotl, LLaMA-Factory, torchtune, FSDP
 and DeepSpeed.  docs/how-to/move.md has tables for four of them.
@@ -161,18 +161,23 @@ NOT_HERE = {name: reason for reason, names in _REASONS.items() for name in names
 
 
 def called_here(name: str) -> str | None:
-    """Our key for a setting of another trainer, by the last known part of its dotted name: trainer.bf16 ->
-    run.precision"""
+    """The recipe key for a setting of another trainer, by the last known part of its dotted name; None: there is none.
+
+    trainer.bf16 -> run.precision
+    """
     return CALLED_HERE.get(_known(name) or "")
 
 
 def why_not_here(name: str) -> str | None:
-    """The sentence that says why we have no such setting: lora.use_dora -> The only adapters are ..."""
+    """A sentence: why a recipe has no such setting; None if the setting is unknown.
+
+    lora.use_dora -> The only adapters are ...
+    """
     reason = NOT_HERE.get(_known(name) or "")
     return reason and f"{reason}."
 
 
 def _known(name: str) -> str | None:
-    """The last part that a trainer knows: scheduler.lr_decay_iters -> lr_decay_iters; trainer.Max-Steps -> max_steps"""
+    """The last part of a dotted name that is a setting of another trainer: trainer.Max-Steps -> max_steps"""
     words = [part.replace("-", "_").lower() for part in reversed(name.split("."))]
     return next((word for word in words if word in CALLED_HERE or word in NOT_HERE), None)

@@ -1,4 +1,4 @@
-"""Recipe settings of full-attention layers, for models whose sliding-window layers have other heads (Gemma 4)."""
+"""Keys of layers with full attention, for models whose layers with a sliding window have other heads (Gemma 4)."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +27,7 @@ class FullAttentionConfig(Section):
         return not self.keys_as_values
 
     def conflicts_with(self, model: Any) -> Iterator[tuple[str, str]]:
-        """model: the ModelConfig that this section belongs to"""
+        """Yields (key, reason) of each conflict with other keys.  model: the ModelConfig that has this section"""
         if not self.is_used:
             return
         if not {"full attention", "window attention"} <= model.kinds:

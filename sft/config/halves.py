@@ -1,4 +1,4 @@
-"""Keys of layers that lack a half: layers that are only an MLP, and layers that are only a mixer (Nemotron-H)."""
+"""Keys of layers that have only one half: only an MLP or experts, or only a mixer such as attention (Nemotron-H)."""
 
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -27,7 +27,7 @@ class HalvesConfig(Section):
             yield "without_mlp", f"names layers that without_mixer names, too: {_listed(both)}"
 
     def conflicts_with(self, model: Any) -> Iterator[tuple[str, str]]:
-        """model: the ModelConfig that this section belongs to"""
+        """Yields (key, reason) of each conflict with other keys.  model: the ModelConfig that has this section"""
         for name in ("without_mixer", "without_mlp"):
             layers = getattr(self, name)
             if layers and layers[-1] > model.num_layers:

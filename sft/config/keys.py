@@ -1,7 +1,7 @@
-"""Names of the recipe keys, and descriptions of the values that each key accepts.
+"""Lists the keys of a recipe, and describes the values that each key accepts.
 
-Names and descriptions are derived from the models in `config/`.  So errors, `check --explain` and
-docs/reference/config.md always agree with the accepted values.
+Both are derived from the classes in `config/`.  So errors, `sft check --explain` and docs/reference/config.md always
+agree with the accepted values.
 """
 
 import difflib
@@ -20,25 +20,25 @@ from sft.config.megatron_fields import ALLOWED, in_words
 from sft.config.section import UNREPORTED
 
 OPEN = "model.megatron"  # the only mapping whose keys megatron-core defines
-NAMED = "data.train"  # a list of files, or a mapping from names of sources to groups of keys
+NAMED = "data.train"  # the key that is a list of files, or a mapping from names of sources to groups of keys
 # Old and new names of keys.  Recipes and checkpoints may use the old name, with a warning.
 RENAMED = {
     "run.step_timeout_s": "run.progress_timeout_s",
     "train.max_bad_steps": "train.max_nonfinite_steps",
 }
-# Names of values in other trainers and earlier versions, and our names.
+# Names of values in other trainers and earlier versions, and their names in a recipe.
 _CALLED = {"gpu": "cuda", "float32": "fp32", "bfloat16": "bf16", "truncate": "cut_turns"}
 
 
 @cache
 def sections() -> dict[str, type[Section]]:
-    """{"run": RunConfig, "model": ModelConfig, "model.rope": RopeConfig, ...}"""
+    """The class of each group of keys: {"run": RunConfig, "model": ModelConfig, "model.rope": RopeConfig, ...}"""
     return {key: kind for key, _, kind in _walk(Config, "") if kind is not None}
 
 
 @cache
 def leaves() -> dict[str, FieldInfo]:
-    """{"run.dir": ..., "model.rope.base": ..., ...}: every key with a value, in schema order."""
+    """The pydantic field of each key, in the order of the classes: {"run.dir": ..., "model.rope.base": ..., ...}"""
     return {key: info for key, info, kind in _walk(Config, "") if kind is None}
 
 
@@ -74,7 +74,7 @@ def in_schema(key: str) -> str:
 
 
 def values(config: Config) -> dict[str, Any]:
-    """{"run.dir": "runs/a", ..., "model.rope.base": 10000.0, ...}: the value of every leaf in `config`."""
+    """The value of each key in `config`: {"run.dir": "runs/a", ..., "model.rope.base": 10000.0, ...}"""
     tree = config.model_dump()
     flat: dict[str, Any] = {}
     for key in leaves():
@@ -123,7 +123,8 @@ def expected(key: str) -> str:
 
 
 def _alternatives(annotation: Any, bounds: Sequence[Any] = ()) -> Iterator[tuple[Any, Sequence[Any]]]:
-    """Annotated[int, Field(ge=1)] | None -> (int, [Ge(1)]), (NoneType, [])"""
+    """Yields each type of a union with its bounds: Annotated[int, Field(ge=1)] | None -> (int, [Ge(1)]), (NoneType,
+    [])"""
     if get_origin(annotation) in (Union, types.UnionType):
         for choice in get_args(annotation):
             yield from _alternatives(choice)
@@ -176,7 +177,10 @@ def show(value: Any) -> str:
 
 
 def unknown(key: str, where: str) -> str:
-    """unknown key data.seq_lenght (a.yaml, line 12).  Did you mean data.seq_length?"""
+    """The error message for an unknown key: "unknown key data.seq_lenght (a.yaml, line 12).  Did you mean ...?"
+
+    where: the origin of the key
+    """
     other, advice = _elsewhere(key), keys_of(key.rpartition(".")[0])
     if ours := foreign.called_here(other):
         advice = f"It is called {ours} here, which takes {expected(ours)}."
@@ -190,7 +194,7 @@ def unknown(key: str, where: str) -> str:
 
 
 def _of_another_group(key: str) -> str | None:
-    """Our key of the same name, if `key` is in a group that only another trainer has: optimizer.lr -> optim.lr"""
+    """The recipe key with the same name, if the group of `key` is not in a recipe: optimizer.lr -> optim.lr"""
     group, _, name = key.rpartition(".")
     is_theirs = group and group.partition(".")[0] not in sections()
     return next((ours for ours in leaves() if is_theirs and not named(ours) and ours.endswith(f".{name}")), None)
@@ -202,7 +206,8 @@ def _elsewhere(key: str) -> str:
 
 
 def keys_of(group: str) -> str:
-    """`Keys of attention: backend.`  If there is no such group, the keys of the whole recipe."""
+    """A sentence with the keys of a group: "Keys of attention: backend, ...".  If there is no such group, it has the
+    groups of a recipe."""
     if group == OPEN:
         return f"Keys of {OPEN}: {', '.join(ALLOWED)}."
     if group in sections() or is_source(group):
@@ -212,9 +217,10 @@ def keys_of(group: str) -> str:
 
 
 def nearest(key: str) -> str | None:
-    """The key that the user probably meant.
+    """The key that the user probably meant; None if no key is similar.
 
-    First the key that another trainer calls by this name, then a similar key of the same group, then of all groups.
+    It is the key that another trainer calls by this name; else a similar key of the same group; else a similar key of
+    any group.
     """
     group, _, name = key.rpartition(".")
     if (ours := foreign.called_here(_elsewhere(key))) or group == OPEN:

@@ -1,4 +1,4 @@
-"""Keys of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), by the names of the field.
+"""Keys of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), with the names that config.json has.
 
 Keys and values of all heads are projections of one latent of kv_lora_rank elements.  In addition, all heads share a
 rotary key of qk_rope_head_dim elements.
@@ -62,7 +62,7 @@ class LatentAttentionConfig(MixerSection):
     def has_te_kernel(self) -> bool:
         """Whether Transformer Engine trains with keys and values of these widths, on Hopper and on Blackwell.
 
-        By the table of cuDNN's kernels in its source (fused_attn.cpp, release 2.20, cuDNN from 9.11 on).
+        Source: the table of cuDNN's kernels in Transformer Engine 2.20 (fused_attn.cpp), for cuDNN 9.11 or later.
         """
         widths = (self.qk_head_dim, self.v_head_dim)
         return widths == (192, 128) or (max(widths) <= 128 and not any(width % 8 for width in widths))

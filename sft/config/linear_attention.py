@@ -1,6 +1,6 @@
 """Keys of layers with linear attention: the gated delta rule (Yang et al., 2024, arXiv:2412.06464).
 
-Its decay belongs to a head (Gated DeltaNet) or to each channel of a head's keys (Kimi Delta Attention,
+Each head has a decay of its own (Gated DeltaNet), or each channel of a head's keys has one (Kimi Delta Attention,
 arXiv:2510.26692).
 """
 
@@ -89,7 +89,7 @@ class LinearAttentionConfig(MixerSection):
 
     @property
     def num_decays(self) -> int:
-        """Decays of a token; 0 without layers."""
+        """Number of decays of a token in all heads; 0 without layers."""
         return self.key_width if self.has_channel_decay else self.num_value_heads or 0
 
     @property

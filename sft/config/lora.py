@@ -45,7 +45,7 @@ class LoraConfig(Section):
 
     @property
     def scale(self) -> float:
-        """rank 16, alpha 32 -> 2.0; with rslora 8.0"""
+        """The factor on the product of B and A: rank 16, alpha 32 -> 2.0; with rslora 8.0"""
         assert self.rank is not None
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 

@@ -1,4 +1,4 @@
-"""Which fields of megatron-core's TransformerConfig `model.megatron` may set, and why it may not set the others.
+"""Decides which fields of megatron-core's TransformerConfig `model.megatron` may set, and why it may not set others.
 
 The tables name every field of every supported version of core, so a recipe is checked without an import of megatron.
 tests/ranks/test_megatron_fields.py compares them with the installed core, and trains a step with each allowed field.
@@ -18,7 +18,8 @@ class Allowed:
 
 REDUCED_MATMUL = "disable_bf16_reduced_precision_matmul"
 PERMUTE_FUSION = "moe_permute_fusion"
-# Both choose kernels of a GPU.  On a CPU the test shows that core, and torch, have the value, and that no loss changes.
+# Both fields choose kernels of a GPU.  On a CPU, the test shows that core or torch gets the value, and that losses stay
+# equal.
 ALLOWED = {
     REDUCED_MATMUL: Allowed(
         values=(True, False),
@@ -31,7 +32,7 @@ ALLOWED = {
 }
 VERSIONS = ("0.16", "0.19")  # of core, with which a test trained a step with each field of ALLOWED
 
-# Our key, and the fields that it sets or takes the role of.  A field of only one version ends in @ and the version.
+# Each key of a recipe, and the fields that it sets or replaces.  "@0.19": only this version of core has the field.
 _OWN_KEYS = {
     "run.device": "use_cpu_initialization",
     "run.precision": "autocast_dtype bf16 enable_autocast fp16 params_dtype pipeline_dtype",
@@ -114,16 +115,16 @@ _OWN_KEYS = {
 DECIDED = "is decided by the trainer, and no key changes it"
 UNUSED = "has no effect in this trainer"
 UNPROVEN = "is not proven: no test has trained a step with it"
-# Why no key stands for the other fields.
+# Why no key sets the other fields.
 _REASONS = {
-    # What the trainer decides itself, for every recipe or from several keys.
+    # Fields that the trainer sets for every recipe, or by several keys.
     DECIDED: """
         attention_dropout batch_p2p_comm batch_p2p_sync bias_activation_fusion bias_dropout_fusion
         calculate_per_token_loss deallocate_pipeline_outputs finalize_model_grads_func grad_scale_func grad_sync_func
         gradient_accumulation_fusion hetereogenous_dist_checkpoint hidden_dropout masked_softmax_fusion
         moe_router_dtype no_sync_func normalization overlap_p2p_comm persist_layer_norm variable_seq_lengths
     """,
-    # What only parts of core read that this trainer does not use: inference, other kinds of layers, core's own router.
+    # Fields that only parts of core read that this trainer does not use: inference, other layers, core's own router.
     UNUSED: """
         dsa_indexer_head_dim dsa_indexer_k_norm_epsilon@0.19 dsa_indexer_k_norm_fp32@0.19 dsa_indexer_loss_coeff
         dsa_indexer_n_heads dsa_indexer_rope_interleaved@0.19 dsa_indexer_rotate_activation@0.19
@@ -179,7 +180,7 @@ _REASONS = {
     """,
 }
 _WORDS = {word: role for table in (_OWN_KEYS, _REASONS) for role, words in table.items() for word in words.split()}
-# By field: our key, or why no key stands for it; and its version, if only one has it.
+# {field: the recipe key that sets it, or why no key does}, and {field: its version, if only one has it}
 ROLES = {word.partition("@")[0]: role for word, role in _WORDS.items()}
 _ONLY_IN = {name: version for name, _, version in (word.partition("@") for word in _WORDS) if version}
 
@@ -198,7 +199,7 @@ def installed() -> str | None:
 
 
 def why_not(name: str, value: object, release: str | None) -> str | None:
-    """Why model.megatron may not set the field `name` to `value` with a release of core; None: it may.
+    """The reason why model.megatron may not set the field `name` to `value` with a release of core; None: it may.
 
     release: the result of `installed`; None counts as the newest supported version
 

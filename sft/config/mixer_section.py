@@ -1,4 +1,4 @@
-"""The base class of the sections for kinds of layers: recurrences and latent attention."""
+"""Defines the base class of the groups of keys for kinds of layers: linear attention, Mamba-2 and latent attention."""
 
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
@@ -9,6 +9,8 @@ LayerKind = Literal["full attention", "window attention", "linear attention", "M
 
 
 class MixerSection(Section):
+    """A group of keys for layers of one kind.  Layers are counted from 1."""
+
     kind: ClassVar[LayerKind]
     switch: ClassVar[str] = "layers"  # the key without which no layer is of this kind
     has_te: ClassVar[bool] = False  # Transformer Engine computes such layers
@@ -16,7 +18,7 @@ class MixerSection(Section):
 
     @property
     def named(self) -> list[int]:
-        """The layers that a key names by number, from 1; []: all layers are of this kind, or none."""
+        """The layers of this kind that a key names; []: all layers are of this kind, or none is."""
         return []
 
     @property
@@ -26,13 +28,14 @@ class MixerSection(Section):
 
     @property
     def shares_input_norm(self) -> bool:
-        """Whether several projections of a layer read the output of its first norm, so that none can compute it."""
+        """Whether several projections of a layer read the output of its first norm, so that the norm cannot be fused
+        into one projection."""
         return False
 
     def has_layer(self, number: int) -> bool:
-        """Whether the layer of this number, from 1, is of this kind."""
+        """Whether layer `number` is of this kind."""
         return number in self.named
 
     def conflicts_with(self, model: Any) -> Iterator[tuple[str, str]]:
-        """The keys of the model that layers of this kind exclude, each with the reason.  model: a ModelConfig"""
+        """Yields (key, reason) of each key of the model that layers of this kind exclude.  model: the ModelConfig"""
         yield from ()

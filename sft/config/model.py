@@ -17,10 +17,10 @@ from sft.config.pretrained import Pretrained
 from sft.config.rope import RopeConfig
 from sft.config.section import UNREPORTED, Path, Positive, Section, divisors
 
-MOST_LAYERS = 4096  # 126 in Llama 3.1 405B; each layer is work for this trainer before it reads a weight
-RANDOM = "random"  # of init_from; a folder of this name is ./random
-# Sections for kinds of layers.  A layer has the kind of the first section whose `has_layer` is
-# true, so latent attention, which takes all layers, comes last.
+MOST_LAYERS = 4096  # Llama 3.1 405B has 126; a larger number in a damaged config.json would take very long to check
+RANDOM = "random"  # value of init_from; a folder of this name is given as ./random
+# Groups of keys for kinds of layers.  A layer has the kind of the first group whose `has_layer` is true.  Latent
+# attention comes last, because its `has_layer` is true for all layers.
 MIXER_SECTIONS: dict[str, type[MixerSection]] = {
     "linear_attention": LinearAttentionConfig,
     "mamba": MambaConfig,
@@ -213,7 +213,8 @@ class ModelConfig(Section):
 
     @property
     def rotary_dim(self) -> int:
-        """How many elements of a head are rotated.  With proportional positions all are, some by an angle of 0."""
+        """The number of elements of a head that are rotated.  With proportional positions, these are all elements, some
+        rotated by an angle of 0."""
         latent = self.latent_attention
         if self.rope.is_proportional:
             return self.resolved_head_dim
@@ -225,7 +226,8 @@ class ModelConfig(Section):
         return self.num_query_groups or self.num_attention_heads
 
     def window_of(self, layer_number: int) -> int | None:
-        """The sliding window of a layer, counted from 1; None: the layer attends to all tokens before."""
+        """The sliding window of a layer in tokens; None: the layer attends to all earlier tokens.  Layers count from
+        1."""
         has_window = self.sliding_window_layers is None or layer_number in self.sliding_window_layers
         return self.sliding_window if has_window else None
 
@@ -239,7 +241,7 @@ class ModelConfig(Section):
         return "full attention" if self.window_of(layer_number) is None else "window attention"
 
     def mlp_kind_of(self, layer_number: int) -> MlpKind:
-        """The second half of a layer, counted from 1."""
+        """The kind of the second half of a layer, counted from 1: dense MLP, experts or none."""
         if layer_number in self.halves.without_mlp:
             return "no MLP"
         return "experts" if self.moe.has_layer(layer_number) else "dense"
@@ -260,14 +262,15 @@ class ModelConfig(Section):
 
     @property
     def stacks_layers(self) -> bool:
-        """Whether a checkpoint stacks each weight over all layers in one tensor, which needs layers of equal shapes."""
+        """Whether a checkpoint has each weight of all layers in one stacked tensor, which needs layers of equal
+        shapes."""
         is_mixed = any(section.named for section in self.mixer_sections.values())
         is_mixed = is_mixed or self.moe.is_mixed or self.halves.is_used
         return not (is_mixed or self.full_attention.is_used)
 
     @property
     def kinds(self) -> set[LayerKind]:
-        """The kinds of its layers."""
+        """The kinds of the model's layers."""
         return {self.kind_of(number + 1) for number in range(self.num_layers)}
 
     @property
@@ -294,7 +297,7 @@ class ModelConfig(Section):
 
     @property
     def num_layer_norms(self) -> int:
-        """Norms on hidden states in a layer that have weights."""
+        """The number of norms on hidden states in a layer, each of which has a weight."""
         return (4 if self.norm_placement == "both" else 2) + 3 * self.moe.own_norms
 
     @property

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from sft.config.section import Positive, Section, divisors
 
-MOST_EXPERTS = 16_384  # of a layer; 512 in Qwen3-Next
+MOST_EXPERTS = 16_384  # experts of a layer; Qwen3-Next has 512
 
 
 class MoeConfig(Section):
@@ -63,7 +63,7 @@ class MoeConfig(Section):
         return bool(self.dense_layers) or self.layers is not None
 
     def has_layer(self, number: int) -> bool:
-        """Whether the layer of this number, from 1, has experts if it has an MLP."""
+        """Whether layer `number`, counted from 1, has experts, unless it is a layer without an MLP."""
         is_named = self.layers is None or number in self.layers
         return self.num_experts is not None and number > self.dense_layers and is_named
 

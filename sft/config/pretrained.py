@@ -1,6 +1,6 @@
-"""Facts about the model of model.hf that are not keys of `model`.
+"""Defines the facts about the model of model.hf that are not keys of `model`.
 
-They are found once, when the recipe is loaded.  Later code looks up neither the name nor config.json again.
+They are found once, when the recipe is loaded.  Later code does not look up the name or read config.json again.
 """
 
 from dataclasses import dataclass
@@ -9,9 +9,11 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class HubSnapshot:
-    """A commit of a repository in the local cache.  Weights are there only after `hub_weights.download_weights`.
+    """A commit of a hub repository in the local cache.  It has weights only after `hub_weights.download_weights`.
 
-    name  the hub name as the recipe gives it
+    name    the hub name as the recipe gives it
+    repo    the hub name without a revision
+    folder  the folder of the commit in the cache
     """
 
     name: str

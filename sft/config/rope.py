@@ -50,7 +50,7 @@ class RopeConfig(Section):
 
     @property
     def window_rope(self) -> "RopeConfig | None":
-        """The positions of layers with a sliding window, if they have a base of their own."""
+        """The rotary positions of layers with a sliding window; None if they are those of all layers."""
         if self.window_base is None:
             return None
         fraction = 1.0 if self.is_proportional else self.window_fraction or self.fraction
@@ -62,7 +62,7 @@ class RopeConfig(Section):
 
     @property
     def mscale(self) -> float:
-        """yarn: the value `mscale` in a config.json that gives attention_factor, together with mscale_all_dim.
+        """For yarn, the value of `mscale` in config.json with which, and with mscale_all_dim, attention_factor follows.
 
         factor 40, mscale_all_dim 1, attention_factor 1 -> 1
         """

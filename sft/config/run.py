@@ -80,7 +80,7 @@ class TorchProfile(Section):
 
 
 def _badly_chosen(steps: list[int] | None, ranks: str | list[int]) -> Iterator[tuple[str, str]]:
-    """Conflicts: a step or rank named twice, or ranks without steps."""
+    """Yields (key, reason) if a step or rank is named twice, or if ranks are given without steps."""
     if steps is None and ranks != "all":
         yield "ranks", "has no effect without steps; give steps"
     for field, numbers in (("steps", steps), ("ranks", ranks)):

@@ -1,4 +1,4 @@
-"""The learning-rate schedule in steps, once the number of steps of the run is known."""
+"""Computes the learning rate of each step, from the keys of optim and the number of steps of the run."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from sft.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Numbers of steps of the run, of its warm-up, and of its final decay (wsd)."""
+    """A learning-rate schedule: numbers of steps of the run, of its warm-up, and of its final decay (wsd)."""
 
     num_steps: int
     warmup_steps: int
@@ -18,7 +18,7 @@ class Schedule:
 
     @staticmethod
     def resolve(optim: OptimConfig, num_steps: int) -> "Schedule":
-        """Convert fractions of the run to steps.  Raises ConfigError if warm-up is as long as the run.
+        """The schedule of a run; fractions of the run become steps.  Raises ConfigError if warm-up fills the whole run.
 
         num_steps 100, warmup_fraction 0.03, wsd_decay_fraction 0.1 -> warm-up 3, decay 10
         """
@@ -49,5 +49,5 @@ class Schedule:
 
 
 def _product(fraction: float, num_steps: int) -> Decimal:
-    """fraction * num_steps in decimal: 0.07 * 100 is 7, but 7.000000000000001 in floats, whose ceiling is 8."""
+    """fraction * num_steps in decimal arithmetic.  In floats, 0.07 * 100 is 7.000000000000001, whose ceiling is 8."""
     return Decimal(repr(float(fraction))) * num_steps

@@ -1,4 +1,4 @@
-"""The base class of all groups of keys, their types and marks, and the error for conflicting values."""
+"""Defines the base class of all groups of keys, types and marks of keys, and the error for conflicting values."""
 
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Self
@@ -12,7 +12,7 @@ Path = Annotated[str, StringConstraints(min_length=1)]
 Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
-# Marks a field or group that does not affect training.  A resumed run does not report changes of marked fields.
+# Marks a key or group that does not affect training.  A resumed run does not report changes of marked keys.
 #     timeout_s: Positive = Field(1800, json_schema_extra=UNREPORTED)
 UNREPORTED: dict[str, JsonValue] = {"unreported": True}
 
@@ -21,7 +21,10 @@ _LISTED = 50  # problems in one message
 
 
 class Conflict(ValueError):
-    """Values of a recipe that exclude each other: one (field, reason) per problem.  `sft.recipe` adds file and line."""
+    """The error for values that exclude each other.  `sft.recipe` adds file and line.
+
+    problems: (key, reason) of each problem; the key is relative to the group
+    """
 
     def __init__(self, problems: Sequence[tuple[str, str]]) -> None:
         self.problems = problems
@@ -41,7 +44,7 @@ class Section(BaseModel):
         return [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """The (field, reason) of each value that conflicts with other values of the section."""
+        """Yields (key, reason) of each value that conflicts with other values of the group."""
         yield from ()
 
     @model_validator(mode="after")

@@ -43,7 +43,7 @@ class TrainConfig(Section):
 
     @property
     def repeats_attention(self) -> bool:
-        """Whether backward computes attention of all layers again."""
+        """Whether backward computes the attention of all layers again."""
         return self.recompute == "full"
 
     @property
@@ -87,7 +87,7 @@ class LossConfig(Section):
 
     @property
     def weighing(self) -> str:
-        """The settings that weigh tokens."""
+        """The settings that decide the weights of tokens, as text."""
         return f"loss.reduction = {self.reduction}, loss.shared = {self.shared}"
 
     @property
@@ -95,7 +95,7 @@ class LossConfig(Section):
         return self.entropy or self.entropy_coef != 0.0
 
     def chunk(self, num_rows: int) -> int:
-        """Rows per chunk if there are `num_rows` rows; at least 1."""
+        """The number of rows of a chunk if the logits have `num_rows` rows; at least 1."""
         size = {"fused": 4096, "chunked": 1024}.get(self.impl) if self.chunk_size == "auto" else self.chunk_size
         return max(1, num_rows if size is None else min(size, num_rows))
 
@@ -108,7 +108,8 @@ class LossConfig(Section):
 class OptimizerStates:
     """The states that an optimizer keeps for each parameter, for the estimate and for checkpoints.
 
-    `mcore/optimizer` runs the optimizer.  moments: names of the fp32 states in torch's optimizer
+    moments: names of the fp32 states in torch's optimizer
+    `mcore/optimizer` runs the optimizer.
     """
 
     moments: tuple[str, ...]
@@ -124,8 +125,8 @@ class OptimizerStates:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes per parameter that an update reads and writes: gradient, weight and moments in fp32 are read, and all
-        but the gradient written."""
+        """Bytes per parameter that an update moves: it reads gradient, weight and moments in fp32, and writes weight
+        and moments."""
         return 2 * (self.moment_bytes + FP32) + FP32
 
 

@@ -37,7 +37,8 @@ class Pairs(list[tuple[str, int, Any]]):
 def read(text: str, source: str) -> Any:
     """The document in `text`: scalars, lists, and Pairs for mappings.  An empty text is a mapping without keys.
 
-    `source` is the name of the text in errors.
+    source: the name of the text in errors
+    Raises ConfigError if the text is not the part of YAML that this module reads.
     """
     try:
         events = _counted(yaml.parse(text, Loader=yaml.SafeLoader), source)
@@ -65,7 +66,7 @@ def _counted(events: Iterator[Any], source: str) -> Iterator[Any]:
 
 
 def _node(events: Iterator[Any], source: str, depth: int, event: Any = None) -> Any:
-    """Parses one YAML value.  `event`: its first parser event; None means the next event of `events`."""
+    """Parses one YAML value.  event: its first parser event; None: the next event of `events`"""
     event = event or next(events)
     line = event.start_mark.line
     if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
@@ -127,7 +128,7 @@ def plain(value: Any) -> Any:
 
 
 def repeated(value: Any) -> list[str]:
-    """Duplicate keys of all mappings in `value`.  A Python dict would silently keep only the last."""
+    """The duplicate keys of all mappings in `value`.  A Python dict would keep only the last value of such a key."""
     if isinstance(value, Pairs):
         names = [name for name, _, _ in value]
         inner = [f"{name}.{below}" for name, _, child in value for below in repeated(child)]

@@ -24,15 +24,15 @@ from sft.parallel.cp_group import CpGroup
 class SupervisedTokens:
     """The supervised tokens of one microbatch that this rank holds, in order; arrays [n] on the CPU."""
 
-    objective: float  # sum over these tokens, from the loss head
+    objective: float  # sum of the objective over these tokens, from the loss head
     denominator: float  # contribution of these tokens to the objective's denominator
     nll: np.ndarray  # float64, -log p(label) in nats
     entropy: np.ndarray | None  # in nats; None if it is not measured
     correct: np.ndarray  # above 0 if no token has a larger score than the label
-    num_rows: int  # tokens whose scores were computed; in trees, a token may have several labels of several texts
-    mtp_nll: float = 0.0  # sum of -log p over the tokens that multi-token prediction predicts, and their number
-    num_mtp_tokens: int = 0
-    buckets: Mapping[str, np.ndarray]  # by name of the breakdown: each token's bucket (`Accumulator.buckets`)
+    num_rows: int  # tokens whose scores were computed; in trees, one token may have the labels of several texts
+    mtp_nll: float = 0.0  # sum of -log p over the tokens that multi-token prediction predicts
+    num_mtp_tokens: int = 0  # number of these tokens
+    buckets: Mapping[str, np.ndarray]  # {name of a breakdown: the bucket of each token} (`Accumulator.buckets`)
 
 
 class SequenceLosses(NamedTuple):
@@ -46,15 +46,17 @@ class SequenceLosses(NamedTuple):
 class Accumulator:
     """Adds up the measurements of all ranks.  Counts each token and each pack once.
 
-    position_edges  [4096, 16384] makes the buckets 0-4K, 4K-16K and 16K+ of positions in a document
+    position_edges  log.position_edges: [4096, 16384] makes the buckets 0-4K, 4K-16K and 16K+ of positions in a document
+    flops           computes FLOPs
     reports         True on tp rank 0 of the last pipeline stage, that is, on one rank of each (dp, cp) position
     cp_bytes        computes the bytes that ranks that share a pack receive from each other
-    cp_group        the ranks that share a pack of this CP size with this rank; the first of them counts the pack
+    cp_group        returns the ranks that share a pack of this CP size with this rank; the first of them counts the
+                    pack
     """
 
     position_edges: Sequence[int]
     sources: Sequence[str]  # names of sources or data files; empty: losses are not broken down by source
-    cp_sizes: Sequence[int]  # of packs; empty without dynamic CP: nothing is broken down by CP size
+    cp_sizes: Sequence[int]  # the CP sizes of packs; empty without dynamic CP: nothing is broken down by CP size
     flops: TrainFlops
     cp_bytes: CpBytes
     reports: bool
@@ -71,8 +73,8 @@ class Accumulator:
         return (*(f"{short_count(a)}-{short_count(b)}" for a, b in zip(edges, edges[1:])), f"{short_count(edges[-1])}+")
 
     def buckets(self, microbatch: Microbatch) -> dict[str, np.ndarray]:
-        """For each supervised token on this rank, the index of its document, of its position bucket and of its source:
-        three integer arrays [n] by name.  The document of a sample with a tree is its first one."""
+        """Three integer arrays [n] by name: for each supervised token on this rank, the index of its document, of its
+        position bucket, and of its source.  All documents of a tree count as its first document."""
         rows = np.repeat(microbatch.target_rows, microbatch.target_counts)
         documents = microbatch.documents.numpy().ravel()[rows]
         if microbatch.firsts is not None:
@@ -90,11 +92,12 @@ class Accumulator:
         tokens: Sequence[SupervisedTokens],
         peaks: Mapping[str, float] | None = None,
     ) -> Totals:
-        """The totals over all ranks.  Collective: one all-gather of about a hundred values per rank.  For each CP size
-        above 1, also one all-reduce of a value per document, over the ranks that share a pack.
+        """The totals over all ranks.  Collective: one all-gather of about a hundred values per rank, and for each CP
+        size above 1 one all-reduce of a value per document over the ranks that share a pack.
 
-        tokens  supervised tokens of each microbatch; empty on all pipeline stages except the last
-        peaks   measurements of kind Max, by name
+        microbatches  the microbatches of this rank in the step or batch
+        tokens        supervised tokens of each microbatch; empty on all pipeline stages except the last
+        peaks         measurements of kind Max, by name
         """
         declared = quantities(Totals)
         names = {name: self.names(quantity.by) for name, quantity in declared.items()}
@@ -135,18 +138,19 @@ class Accumulator:
         return self.cp_group(microbatch.cp_size).rank == 0
 
     def _work(self, microbatch: Microbatch) -> float:
-        """FLOPs of this rank's part of a microbatch."""
+        """The FLOPs of this rank's part of a microbatch."""
         of_pack = self.flops.per_token * float(microbatch.cu_seqlens[-1]) + self._attention(microbatch)
         return of_pack / microbatch.cp_size
 
     def _attention(self, microbatch: Microbatch) -> float:
-        """FLOPs of attention over a pack."""
+        """The FLOPs of attention over the whole pack of a microbatch."""
         depths = None if microbatch.branches is None else microbatch.branches.depths
         return self.flops.attention(microbatch.lengths, depths)
 
     def _bytes_over_cp(self, microbatch: Microbatch) -> np.ndarray:
-        """Bytes that a pack's ranks receive from each other, float64 [2]: with its filler documents on its own group,
-        and of its samples alone on a group of the largest size.  Zeros without dynamic CP."""
+        """float64 [2]: the bytes that the ranks of a pack receive from each other on the pack's group, filler documents
+        included; and what they would receive for its samples alone on a group of the largest size.  Zeros without
+        dynamic CP."""
         if not self.cp_sizes:
             return np.zeros(2)
         padded, is_real = np.diff(microbatch.cu_seqlens.numpy().astype(np.int64)), microbatch.lengths > 0

@@ -1,4 +1,4 @@
-"""The metrics log of a run: writes a record of each start, step and held-out pass, and prints lines about them."""
+"""Writes a record of each start, step and held-out pass of a run, and prints lines about them."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -18,9 +18,11 @@ from sft.parallel.collectives import broadcast_from_rank0
 
 
 class MetricsLog:
-    """The log of one run.  Only rank 0 has writers.  `step` is the last step that was completed before this start.
+    """The metrics log of one run, a context.  Only rank 0 has writers.
 
-    At the end of the context, the log closes the writers, with exit code 1 if the run failed.
+    step: the last step that was completed before this start; num_steps: the number of steps of the whole run
+    Methods that write raise StorageError.  The end of the context closes the writers, with exit code 1 if the run
+    failed.
     """
 
     def __init__(
@@ -29,7 +31,7 @@ class MetricsLog:
         self._folder, self._writers, self._console, self._run = folder, writers, console, run
         self._num_steps, self._every = num_steps, run.config.log.every
         self._first, self._busy_s = step, 0.0
-        self.last: Record | None = None  # of the last step that was logged
+        self.last: Record | None = None  # the record of the last optimizer step that was logged
         self._losses: dict[str, list[tuple[int, float]]] = {"train": []}
 
     @staticmethod

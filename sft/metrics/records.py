@@ -32,7 +32,7 @@ def eval_record(step: int, totals: Totals, run: RunFacts, *, set_name: str, seco
 
 
 def _record(facts: Record, run: RunFacts, totals: Totals | None = None) -> Record:
-    """The record of kind facts["kind"].  `facts` holds the values of rows that have no source."""
+    """The record of kind facts["kind"].  facts: the values of rows that have no source"""
     record: Record = {}
     for row in ROWS:
         if facts["kind"] in row.records and (row.only_if is None or row.only_if(totals, run)):
@@ -42,7 +42,10 @@ def _record(facts: Record, run: RunFacts, totals: Totals | None = None) -> Recor
 
 
 def _put(record: Record, row: Row, value: Any) -> None:
-    """{"chat": 3} of the nested row "loss by source/NAME/tokens" -> record["loss by source"]["chat"]["tokens"] = 3"""
+    """Puts the value of a row into a record.
+
+    {"chat": 3} of the nested row "loss by source/NAME/tokens" -> record["loss by source"]["chat"]["tokens"] = 3
+    """
     if not row.nested:
         record[row.name] = _finite(value)
         return
@@ -61,7 +64,8 @@ def _finite(value: Any) -> Any:
 
 
 def flat(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """{"a": 1, "b": {"c": {"d": 2}}} -> ("a", 1), ("b/c/d", 2)"""
+    """Yields the numbers of nested objects with joined names: {"a": 1, "b": {"c": {"d": 2}}} -> ("a", 1), ("b/c/d",
+    2)"""
     for name, value in record.items():
         if isinstance(value, dict):
             yield from ((f"{name}/{inner}", x) for inner, x in flat(value))

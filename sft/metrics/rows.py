@@ -1,7 +1,7 @@
 """Declares every number of metrics.jsonl as a row, in the order of the records.
 
-Records, names in TensorBoard, W&B and MLflow, the tables of docs/reference/metrics.md and its schema are made from
-these rows.  `totals.py` declares the quantities from which rows are computed.
+These rows determine the records, the names in TensorBoard, W&B and MLflow, and the tables and the schema of
+docs/reference/metrics.md.  `totals.py` declares the quantities from which rows are computed.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,9 @@ SCHEMA = 8  # version of the schema of metrics.jsonl
 class Formula:
     """Computes a number from the totals of a step or a held-out pass, and from the facts of the run.
 
-    kind  says over which ranks the number is combined (docs/reference/metrics.md); "" if it is not combined over ranks
+    kind   the word of docs/reference/metrics.md for the ranks over which the number is combined; "" if it is not
+           combined
+    value  computes the number from (totals, facts)
     """
 
     kind: str
@@ -30,7 +32,8 @@ class Row:
     """One number of the log.
 
     name  key in the record; if `nested`, "/" separates the keys of nested objects, and NAME stands for a bucket's name
-    json  JSON Schema of the value; null, if allowed, is a number that is not finite or a ratio with denominator 0
+    json  JSON Schema of the value.  If it allows null, null stands for a number that is not finite, or for a ratio
+          whose denominator is 0
     """
 
     name: str
@@ -47,7 +50,7 @@ class Row:
 
     @property
     def kind(self) -> str:
-        """Sum, Ratio, ...: over which ranks the number is combined."""
+        """The word for the ranks over which the number is combined (`Formula.kind`): Sum, Ratio, ..."""
         return _KINDS.get(self.source, "") if isinstance(self.source, str) else self.source.kind if self.source else ""
 
     def value(self, totals: Any, run: RunFacts) -> Any:
@@ -60,7 +63,7 @@ _KINDS = {name: quantity.kind for name, quantity in quantities(Totals).items()}
 
 
 def ratio(numerator: str, denominator: str) -> Formula:
-    """One quantity divided by another, after both are added up over all ranks; None if the denominator is 0."""
+    """The formula of one quantity divided by another, each summed over all ranks; None if the denominator is 0."""
 
     def value(totals: Any, run: RunFacts) -> Any:
         above, below = getattr(totals, numerator), getattr(totals, denominator)
@@ -88,7 +91,7 @@ AMOUNT_OR_NULL = {**AMOUNT, **NUMBER}
 
 
 def _fact(make: Callable[[RunFacts], float]) -> Formula:
-    """A number that depends on the facts of the run alone."""
+    """The formula of a number that depends only on the facts of the run."""
     return Formula("", lambda totals, run: make(run))
 
 

@@ -1,4 +1,4 @@
-"""Facts of a run, from which numbers of the log are computed."""
+"""Computes numbers of the log from facts of the run, such as its layout and its FLOPs per token, and from totals."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from sft.parallel.layout import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """Facts of a run.  The numbers of the run are computed from these facts and from totals."""
+    """Facts of a run from which, together with totals, numbers of the log are computed."""
 
     config: Config
     layout: Layout
@@ -29,26 +29,28 @@ class RunFacts:
         )
 
     def capacity(self, totals: Totals) -> int:
-        """The largest possible number of tokens in the packs of a step, with the CP sizes that they have."""
+        """The number of tokens that the packs of a step, with their CP sizes, can hold."""
         return self.config.data.seq_length // self.layout.cp * totals.num_slots
 
     def num_microbatches(self, totals: Totals) -> int:
-        """Packs of a step on each rank; all ranks have the same number."""
+        """The number of packs of a step on each rank, which is equal on all ranks."""
         return totals.num_slots // (self.layout.dp * self.layout.cp)
 
     def cp_size(self, totals: Totals) -> float:
-        """The mean CP size of an aligned token."""
+        """The mean over aligned tokens of the CP size of their packs."""
         by_size = totals.num_aligned_by_cp_size
         return sum(int(size) * tokens for size, tokens in by_size.items()) / max(1, totals.num_aligned_tokens)
 
-    def over_all_ranks(self, num_bytes: float) -> int:  # num_bytes: of one rank of tp, and of the mean pipeline stage
+    def over_all_ranks(self, num_bytes: float) -> int:
+        """The bytes of all ranks.  num_bytes: bytes of the dp x cp ranks of one tp rank and the mean pipeline stage"""
         return round(num_bytes * self.layout.tp * self.layout.pp)
 
     def tflops_per_rank(self, totals: Totals) -> float:
+        """Model FLOPs of real tokens per second and rank, in TFLOP/s."""
         flops = totals.num_real_tokens * self.flops.per_token + totals.num_rows * self.flops.per_label
         return (flops + totals.attention_flops) / self.seconds / self.layout.world_size / 1e12
 
     def mfu(self, totals: Totals) -> float | None:
-        """Model FLOPs utilisation; None without log.peak_tflops."""
+        """Model FLOPs utilisation: `tflops_per_rank` / log.peak_tflops; None if log.peak_tflops is null."""
         peak = self.config.log.peak_tflops
         return None if peak is None else self.tflops_per_rank(totals) / peak

@@ -1,16 +1,16 @@
-"""The quantities that are added up over a step or a held-out pass.
+"""Declares the quantities that are added up over a step or a held-out pass.
 
-The kind of a quantity says on what a rank measures the quantity, and over which ranks it is combined:
+The kind of a quantity determines what a rank measures it on, and over which ranks it is combined:
 
     Sum          measured on the supervised tokens that a rank holds; combined over dp x cp
     Replicated   measured on whole packs by the first of the ranks that share a pack; combined over dp x cp
     PerSequence  measured on whole sequences by the first of the ranks that share a pack, after the losses of a sequence
                  are added over these ranks; combined over dp x cp
-    Max          measured on every rank, by the engine or its caller; combined to the maximum, with the first rank that
-                 has it
+    Max          measured on every rank by the engine or its caller; combined to the maximum over all ranks, with the
+                 first rank that has it
 
-The accumulator computes the Replicated quantities without `measure`.  One of them, `work_imbalance`, compares ranks:
-each rank of dp x cp adds the FLOPs of its own parts of packs.
+The accumulator computes the Replicated quantities that have no `measure`.  One of them, `work_imbalance`, compares
+ranks: each rank of dp x cp adds the FLOPs of its own parts of packs.
 
 `rows.py` computes the logged numbers from these quantities.  Ranks send all numbers as float64, which represents every
 integer up to 2**53 exactly.
@@ -51,7 +51,10 @@ class Quantity:
     by: str = ""
 
     def local(self, parts: Sequence[Any], names: Sequence[str]) -> np.ndarray:
-        """This rank's numbers, added over all parts: one per bucket, or a single one.  Empty without `measure`."""
+        """This rank's sum over all parts, float64 [buckets], or [1] without a breakdown.  Empty without `measure`.
+
+        names: the names of the buckets
+        """
         if self.measure is None:
             return np.zeros(0)
         sums = np.zeros(len(names) if self.by else 1)
@@ -66,7 +69,7 @@ class Quantity:
         return sums
 
     def over_ranks(self, numbers: np.ndarray, names: Sequence[str]) -> Any:
-        """The value combined over the given ranks.  numbers: float64 [ranks, numbers per rank]"""
+        """The value combined over ranks.  numbers: float64 [ranks, buckets], the results of `local`"""
         if self.kind == "Max":
             return Peak(value=float(numbers[:, 0].max()), rank=int(numbers[:, 0].argmax()))
         values = [self.number(self.combine.reduce(column)) for column in numbers.T]
@@ -88,7 +91,7 @@ def quantity(*declared: Any, **options: Any) -> Any:
 
 
 def quantities(of: type["Totals"]) -> dict[str, Quantity]:
-    """The quantity of each field, in the order of the fields.  Raises TypeError if a field has none."""
+    """{field: its quantity} in the order of the fields.  Raises TypeError if a field has no quantity."""
     declared = {}
     for declared_field in fields(of):
         if "quantity" not in declared_field.metadata:
@@ -131,8 +134,8 @@ class Totals:
     num_aligned_by_cp_size: dict[str, int] = quantity("Replicated", lambda pack: pack.num_aligned_tokens, by="cp_size")
     num_slots: int = quantity("Replicated", lambda pack: pack.cp_size)  # microbatches of all ranks of dp x cp
     attention_flops: float = quantity("Replicated", None, float)  # forward and backward, by the lengths of documents
-    # Bytes that ranks that share a pack receive from each other: with dynamic CP, and if all packs were on the largest
-    # CP group.  Both count one tp rank and the average pipeline stage.
+    # With dynamic CP, the bytes that ranks that share a pack receive from each other, and what they would receive if
+    # all packs were on the largest CP group.  Both count one tp rank and the average pipeline stage.
     cp_bytes: float = quantity("Replicated", None, float)
     cp_bytes_fixed: float = quantity("Replicated", None, float)
     work_imbalance: float = quantity("Replicated", None, float, np.maximum)  # FLOPs of dp x cp ranks: largest / mean
@@ -189,7 +192,7 @@ class ExpertLoad:
 class StepResult(Totals):
     """The totals of an optimizer step, and the result of its update: norm, learning rate, whether it was skipped."""
 
-    grad_norm: float  # of the mean loss, before clipping
+    grad_norm: float  # norm of the gradient of the mean loss, before clipping
     learning_rate: float
     skipped: bool  # whether no weight was updated: the global batch has no supervised token, or the step is non-finite
     experts: ExpertLoad | None = None  # None in a dense model

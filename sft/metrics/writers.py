@@ -25,6 +25,8 @@ _NOT_DRAWN = {row.name for row in ROWS if not row.drawn}
 
 
 class Writer(Protocol):
+    """Writes the records of a run to one place."""
+
     def write(self, record: Record) -> None:
         """Write one record of any kind."""
 
@@ -33,10 +35,12 @@ class Writer(Protocol):
 
 
 class JsonLines:
-    """Writes metrics.jsonl.  `step` is the last completed step.
+    """Writes metrics.jsonl.
 
-    Records of later steps, which a killed run left, are removed, so that no step is recorded twice.  Unless
-    `is_evaluated`, the records of the evaluation after `step` are removed, too.  Removed damaged lines are reported.
+    step          the last completed step.  Records of later steps, which a killed run left, are removed, so that no
+                  step is recorded twice
+    is_evaluated  whether the evaluation after `step` was completed; if not, its records are removed, too
+    console       prints a warning about damaged lines, which are removed
     """
 
     def __init__(self, path: Path, step: int, *, is_evaluated: bool, console: Console = QUIET) -> None:
@@ -54,10 +58,12 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Writes TensorBoard events.  TensorBoard hides events of an earlier start for steps later than `step`.
+    """Writes TensorBoard events, and makes TensorBoard hide events of earlier starts that this start writes again.
 
-    Unless `is_evaluated`, it also hides the events of `step`, because the evaluation after `step` is made again.  Then
-    `of_step`, the records of the optimizer step `step`, are written again.
+    step          the last completed step; events of later steps are hidden
+    is_evaluated  whether the evaluation after `step` was completed.  If not, the events of `step` are hidden, too, and
+                  `of_step` is written again
+    of_step       the records of the optimizer step `step`
     """
 
     def __init__(self, folder: Path, step: int, *, is_evaluated: bool, of_step: Iterable[Record] = ()) -> None:
@@ -186,7 +192,10 @@ class BestEffortWriter:
 def open_writers(
     folder: Path, config: Config, step: int, console: Console, *, is_evaluated: bool = False
 ) -> list[Writer]:
-    """The writers that the recipe asks for.  `step` is the last completed step.  Called on rank 0."""
+    """The writers of the recipe.  step: the last completed step; is_evaluated: as for JsonLines.  Called on rank 0.
+
+    Raises ConfigError or StorageError if a writer cannot be opened.
+    """
     opened: list[Writer] = []
     try:
         # W&B and MLflow come first: if one of them does not start, no file has changed.
@@ -210,7 +219,8 @@ def open_writers(
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """The numbers that TensorBoard, W&B and MLflow draw over steps, with Megatron-LM's names; {} for a `start` record.
+    """The numbers of a record that TensorBoard, W&B and MLflow draw over steps, with Megatron-LM's names; {} for a
+    `start` record.
 
     step -> `lm loss`        held-out set `eval` -> `lm loss validation`        other set -> `lm loss validation/NAME`
     """
@@ -269,7 +279,7 @@ def _train_records(path: Path, step: int) -> Iterator[Record]:
 
 
 def _kept_id(path: Path) -> str:
-    """The id in the file.  If there is no file, creates it with a new id."""
+    """The id of the run that the file contains.  If there is no file, makes one with a new id."""
     if path.exists():
         return _read_id(path)
     new_id = uuid.uuid4().hex[:12]

@@ -1,5 +1,5 @@
 """The code around the training loop.
 
-The lifecycle combines lock, signals, watchdog and status over all ranks.  Evaluation, step_check, sample_log and
-profiler do not depend on each other.  The trainer, not this package, defines a step and a save.
+`lifecycle.py` combines lock, signals, watchdog and status over all ranks.  `evaluation.py`, `step_check.py`,
+`sample_log.py` and `profiler.py` do not depend on each other.  The trainer decides what a step and a save are.
 """

@@ -1,4 +1,5 @@
-"""Lets one process of each node compile FLA's kernels before the first pass, while the others wait, and says so."""
+"""Compiles FLA's kernels before the first pass, in one process of each node while the others wait, and prints
+progress."""
 
 import os
 import time
@@ -15,7 +16,8 @@ _TITLE = "compiling kernels of linear attention"
 
 
 def compile_first(backend: AttentionBackend, device: torch.device, console: Console) -> None:
-    """If the run has kernels of FLA, compile them in one process of this node, and then read them in all others."""
+    """If the run uses kernels of FLA, compile them in one process of this node; the others then load them from Triton's
+    cache."""
     kernels = [kernel for kernel in backend.kernels.values() if isinstance(kernel, FlaLayer)]
     if not kernels:
         return
@@ -36,5 +38,5 @@ def compile_first(backend: AttentionBackend, device: torch.device, console: Cons
 
 
 def _entries(folder: Path) -> int:
-    """Entries of Triton's cache: compiled variants of kernels, and measurements."""
+    """The number of entries of Triton's cache: compiled variants of kernels, and measurements."""
     return sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0

@@ -1,7 +1,7 @@
 """Sets the environment variables that torch's CUDA allocator, CUDA, Triton, NCCL and Transformer Engine read.
 
-`prepare` sets them before the first CUDA call, for every way of starting a run.  A variable that the user has set keeps
-its value.  sft/parallel/rendezvous.py chooses the network interfaces, because the ranks must first find each other.
+`prepare` sets them before the first CUDA call, however a run is started.  A variable that the user has set keeps its
+value.  sft/parallel/rendezvous.py sets the network interfaces when the ranks meet.
 """
 
 import ctypes
@@ -34,8 +34,8 @@ _BLACKWELL = 10  # major compute capability
 def prepare(config: Config, layout: Layout) -> frozenset[str]:
     """Set the variables for this process.  Returns the names of the variables that the user has set.
 
-    CUDA reads its variables once, when the first library of the process calls it.  Importing Transformer Engine can be
-    such a call, so `prepare` comes before the import of sft/mcore.
+    CUDA reads its variables once, when a library of the process first calls it.  The import of Transformer Engine can
+    make this call, so `prepare` must be called before the import of sft/mcore.
     """
     from_user = frozenset(name for name in NAMES if name in os.environ)
     if config.run.device != "cpu":
@@ -47,7 +47,7 @@ def prepare(config: Config, layout: Layout) -> frozenset[str]:
 
 
 def describe(from_user: Collection[str], device_type: str) -> str:
-    """One line with the variables that have a value; empty if no variable matters on this device.
+    """One line with the values of the variables that are set; empty if none is set that matters on this device.
 
     environment NCCL_DEBUG=WARN, GLOO_SOCKET_IFNAME=eth0 (set by the user)
     """
@@ -82,15 +82,17 @@ def _choices(config: Config, layout: Layout) -> dict[str, str]:
 
 
 def connections(layout: Layout, *, offloads: bool, capability: int | None) -> dict[str, str]:
-    """The number of hardware queues for kernels and for copies.  CUDA's default is 8 for both.
+    """The variables that set the number of CUDA's hardware queues for kernels and for copies.  CUDA's default is 8
+    each.
 
     offloads    activations or optimizer states are copied to host memory during a step
     capability  major compute capability of the GPUs; None if unknown, which is treated as Hopper
 
-    Before Blackwell, tp and cp need one queue: kernels then start in the order of their launches, so that a collective
-    starts before the matrix product that hides it.  One queue for copies would let a copy that waits for a kernel hold
-    up all later copies.  From Blackwell on, one queue has no advantage, and many streams need more than 8 queues.
-    NVIDIA's Megatron-Bridge has the same rules.  megatron-core's training arguments require the first one.
+    Before Blackwell, tp and cp need one queue for kernels: kernels then start in the order of their launches, so that a
+    collective starts before the matrix product that hides it.  With one queue for copies, a copy that waits for a
+    kernel would delay all later copies.  From Blackwell on, one queue has no advantage, and many streams need more than
+    8 queues.  NVIDIA's Megatron-Bridge has the same rules; megatron-core's training arguments require one queue before
+    Blackwell.
     """
     if layout.tp == layout.cp == 1:
         return {}
@@ -100,7 +102,9 @@ def connections(layout: Layout, *, offloads: bool, capability: int | None) -> di
 
 
 def _compute_capability() -> int | None:
-    """The major compute capability of the machine's first GPU, from NVML, which does not start CUDA."""
+    """The major compute capability of the machine's first GPU; None if unknown.  Read by NVML, which does not start
+    CUDA.
+    """
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -115,9 +119,9 @@ def _compute_capability() -> int | None:
 
 
 def _folder_of_this_user(name: str) -> str | None:
-    """A folder on this machine that only this user can write; None if another user made it.
+    """A folder on this machine that only this user can write; None if another user made it, or it cannot be made.
 
-    Triton and flash-attn-4 run the code that they find in their caches.
+    The caches of Triton and flash-attn-4 contain code that they run, so no other user may write there.
     """
     folder = Path(tempfile.gettempdir()) / f"{name}-{os.getuid()}"
     try:

@@ -1,4 +1,4 @@
-"""Computes the loss on every held-out set, with the same packed, context-parallel code as in training."""
+"""Computes the loss on every held-out set, with the same packing and context parallelism as in training."""
 
 import math
 import time
@@ -15,6 +15,8 @@ from sft.run.lifecycle import Lifecycle
 
 
 class Evaluator:
+    """Decides when the held-out sets are evaluated, and evaluates them.  sets: the loader of each held-out set"""
+
     def __init__(
         self, engine: Engine, sets: dict[str, Loader], config: TrainConfig, lifecycle: Lifecycle, num_steps: int
     ) -> None:
@@ -35,7 +37,8 @@ class Evaluator:
     def run(self, step: int, metrics: MetricsLog) -> dict[str, Record] | None:
         """Evaluate after `step`.  Returns the record of each set by name; None if the run must stop.  Collective.
 
-        If the run must stop, a save needs the remaining time, so the next start repeats the evaluation.
+        A run that must stop needs the remaining time for a save; the next start makes the evaluation.  Raises
+        TrainingError if a loss is not finite.
         """
         results: dict[str, tuple[Totals, float]] = {}
         for name, loader in self._sets.items():
@@ -60,8 +63,8 @@ class Evaluator:
 def evaluate(engine: Engine, loader: Loader, goes_on: Callable[[], bool] = lambda: True) -> Totals | None:
     """The totals over all samples of `loader`; None if `goes_on` ended the evaluation.  Collective.
 
-    Every layout counts each sample exactly once.  `goes_on` is called before each batch, and must return the same on
-    all ranks.  False ends the evaluation.
+    Each sample is counted once, in every layout.
+    goes_on: called before each batch; must return the same on all ranks.  False ends the evaluation
     """
     totals = []
     for microbatches in loader.eval_batches():

@@ -1,6 +1,6 @@
 """Logs the memory that CUDA and NCCL take on the GPU, once after the first step of a start.
 
-The equations of sft/estimate assume this memory.  The line shows by how much the assumption is wrong on this machine.
+sft/estimate assumes a value for this memory.  The line compares it with the measured value on this machine.
 """
 
 from dataclasses import dataclass
@@ -16,6 +16,8 @@ from sft.parallel.layout import Layout
 
 @dataclass
 class GpuMemory:
+    """Logs the memory outside of torch once."""
+
     config: Config
     layout: Layout
     device: torch.device

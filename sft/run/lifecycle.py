@@ -1,4 +1,4 @@
-"""One start of a run: locks the folder, receives signals, and records how the start ended.
+"""Manages one start of a run: locks the folder, receives signals, and records how the start ended.
 
 `Lifecycle` combines the lock, the signals, the watchdog and run_state.json over all ranks.  After each step it decides
 whether a save is due and whether the run stops.  A signal to one rank stops all ranks after the same step.
@@ -25,7 +25,7 @@ from sft.run.watchdog import Watchdog
 
 
 class Lifecycle:
-    """A context for the time in which this process uses the run's folder.
+    """A context that lasts while this process uses the run's folder.
 
     step    the last completed step
     step_s  seconds that this step took
@@ -45,7 +45,10 @@ class Lifecycle:
         self.saved_at = time.monotonic()  # checkpoint.save_every_minutes counts from here
 
     def __enter__(self) -> "Lifecycle":
-        """Collective.  After `__enter__` has returned, run_state.json records how this start ends."""
+        """Lock the folder, and record the start.  Collective.  From then on, run_state.json records how the start ends.
+
+        Raises ConfigError if another run is alive in the folder, or if the folder cannot be used.
+        """
         run, control = self._run, self._position.control
         with ExitStack() as contexts:
             broadcast_from_rank0(lambda: self._lock_folder(contexts), control)
@@ -113,7 +116,11 @@ class Lifecycle:
         return self._lock is None or self._lock.held()
 
     def end(self, kind: status.Kind, step: int, reason: str | None) -> None:
-        """Record the end of the run.  Called last.  Collective: no rank returns before run_state.json is written."""
+        """Record that the run ended after `step`.  Called last.  Collective: no rank returns before the file is
+        written.
+
+        kind: done or preempted; reason: why the run stopped before its end, or None
+        """
         self._signals.disarm()
         self._watchdog.idle()
         self._position.control.barrier().wait()
@@ -122,7 +129,7 @@ class Lifecycle:
         broadcast_from_rank0(write, self._position.control)
 
     def _stop_and_late(self, *, is_late: bool) -> tuple[str | None, bool]:
-        """The reason to stop the run, and whether a save is overdue on rank 0, with one all-reduce."""
+        """The reason to stop the run or None, and whether a save is overdue on rank 0.  One all-reduce."""
         stop, late = all_reduce_max([self._signals.reason is not None, is_late], self._position.control)
         return (self._signals.reason or "another rank was asked to stop") if stop else None, bool(late)
 
@@ -153,7 +160,7 @@ class Lifecycle:
 
 
 def _begin(folder: Path, next_step: Callable[[], int]) -> status.Status:
-    """Record the start, or that `next_step` refused it.  Called on rank 0, which holds the lock."""
+    """Record the start; if `next_step` raises an SftError, record that the start was refused.  Called on rank 0."""
     with recorded(folder, is_locked=True):
         step = next_step()
     return status.begin(folder, step=step)
@@ -162,7 +169,7 @@ def _begin(folder: Path, next_step: Callable[[], int]) -> status.Status:
 def _grace_line(step_s: float | None, save_s: float | None, grace_s: float, checkpoint: CheckpointConfig) -> str | None:
     """A line that says whether a step and saves fit into run.grace_s; None if a duration is unknown.
 
-    With checkpoint.async_save a save may have just begun in the background, and the last save waits for it.
+    With checkpoint.async_save, there may be two saves: a background save may have just begun when the run must stop.
     """
     if step_s is None or save_s is None:
         return None
@@ -173,4 +180,4 @@ def _grace_line(step_s: float | None, save_s: float | None, grace_s: float, chec
 
 
 class TrainingHangs(RuntimeError):
-    """Raised if a phase took too long.  The cause is not a mistake of the user, so another start may succeed."""
+    """The error that is recorded if a phase took too long.  It is no mistake of the user; another start may succeed."""

@@ -1,11 +1,11 @@
-"""Allows one run at a time in a folder.  run.lock names this run, which renews the file as long as it is alive.
+"""Allows one run at a time in a folder.  The file run.lock names the run that is alive (the holder of the lock).
 
 This module decides whether the holder of a lock is alive, and how a stale lock is replaced.  The saver calls `held`
 before it publishes a checkpoint, and does not publish without the lock.
 
-The holder of a lock writes heartbeats into the file that it opened, and never creates the file again.  So a run that
-hung and lost its lock cannot renew the new lock.  Before a run replaces a stale lock, it creates a hard link with a
-name that only one process can own (`_claim`), and then reads the lock again.
+The holder writes heartbeats into the file that it opened, and never creates the file again.  So a run that hung and
+lost its lock does not write into the lock of the next run.  Before a run replaces a stale lock, it makes a hard link
+with a name that only one process can get (`_claim`), and then reads the lock again.
 """
 
 import hashlib
@@ -50,9 +50,11 @@ class Holder:
 class RunLock:
     """Locks the folder of the run while the context lasts.  Rank 0 holds the lock.
 
-    Entering raises ConfigError if another run is alive in the folder, and calls `report` when it replaces a stale
-    lock.  `heartbeat_s`: seconds between two heartbeats.  `stale_s`: a run on another host counts as ended after this
-    many seconds without a heartbeat, measured by this process's clock alone.
+    report       gets a line when a stale lock is replaced
+    heartbeat_s  seconds between two heartbeats
+    stale_s      a run on another host counts as ended after this many seconds without a heartbeat, by this process's
+                 clock
+    Entering the context raises ConfigError if another run is alive in the folder, or if the folder cannot be locked.
     """
 
     def __init__(
@@ -134,7 +136,10 @@ class RunLock:
             claim.unlink()
 
     def _stale_content(self, path: Path) -> bytes | None:
-        """The content of a lock whose run has ended; None if the lock changed.  Raises if the run is alive."""
+        """The content of a lock whose run has ended; None if the lock has changed or vanished.
+
+        Waits up to `stale_s` for a heartbeat of a run on another machine.  Raises ConfigError if the run is alive.
+        """
         content = _read(path)
         if content is None:
             return None
@@ -179,10 +184,10 @@ class RunLock:
 
 
 def is_gone(folder: Path) -> bool:
-    """Whether the run that last began in the folder has ended, as far as this machine knows.
+    """Whether this machine knows that the run that last began in the folder has ended.
 
-    A run without a lock has ended.  A lock of another machine or container may belong to a run that is alive.  Raises
-    OSError if the lock cannot be read, and ConfigError if it is not a file.
+    A run without a lock has ended.  A lock of another machine or container may belong to a run that is alive, so the
+    result is then False.  Raises OSError if the lock cannot be read, and ConfigError if it is not a file.
     """
     content = _read(folder / LOCK)
     if content is None:
@@ -222,7 +227,7 @@ def _machine() -> str:
 def _start_time(pid: int) -> float | None:
     """The start time of a process in seconds; None if the process has ended.
 
-    On Linux the time counts from boot.  psutil gives the time of day, which changes when the clock is set.
+    On Linux, the time counts from boot.  Elsewhere, psutil gives the time of day, which changes when the clock is set.
     """
     if not Path("/proc/self/stat").exists():
         return float(psutil.Process(pid).create_time()) if psutil.pid_exists(pid) else None
@@ -235,7 +240,7 @@ def _start_time(pid: int) -> float | None:
 
 
 def _parse(content: bytes) -> Holder | None:
-    """The holder; None if the content is not a lock."""
+    """The holder that the content of a lock names; None if the content is not a lock."""
     try:
         values = json.loads(content)
         del values["beat"]
@@ -282,7 +287,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _stamp(path: Path) -> tuple[bytes, int] | None:
-    """The content and the time of the last change; None and errors as for `_read`."""
+    """The content of a lock and the time of its last change in ns; None and errors as for `_read`."""
     try:
         kind = stat.S_IFMT(path.lstat().st_mode)
         if kind != stat.S_IFREG:  # reading a pipe would wait for a writer

@@ -1,4 +1,4 @@
-"""The outcome of one start of a run, for the program that started it.  Other processes read run_state.json."""
+"""Defines the outcome of one start of a run, which `sft.train` returns.  Other processes read run_state.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ STOPPED = 75  # exit code (EX_TEMPFAIL) of a run that was asked to stop and save
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The outcome of one start of a run.  The outcomes of all ranks are equal except for times of steps.
+    """The outcome of one start of a run.  The outcomes of all ranks are equal, except for times in `last`.
 
     folder     run.dir
     step       the last completed step
@@ -38,7 +38,7 @@ class Outcome:
 
 
 def closing_line(outcome: Outcome) -> str:
-    """The last line of the log."""
+    """The last line of the log: where the files of the run are, or why the run stopped."""
     if outcome.stopped is None:
         files = "checkpoints/, tensorboard/, metrics.jsonl, seen.jsonl, recipe.yaml, data.json and run_state.json"
         return f"done: {outcome.folder}/ holds {files}"

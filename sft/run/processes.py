@@ -1,7 +1,7 @@
 """Starts the ranks of a run on one machine: `sft train RECIPE --processes N`.
 
-The ranks meet in a store that listens on the loopback interface only, so no other machine can reach the run.  No value
-of the store is a pickle.  torch starts the processes and writes their logs, as under torchrun.
+The ranks meet at a store that listens on the loopback interface only, so no other machine can connect to it.  The store
+contains no pickles.  torch starts the processes and writes their logs, as under torchrun.
 """
 
 import json
@@ -29,7 +29,7 @@ from sft.run.outcome import STOPPED
 from sft.run.signals import received
 
 _SECONDS_BETWEEN_LOOKS = 0.1
-_SECONDS_TO_FOLLOW = 30  # time for the other ranks to end after the first one has ended with an error
+_SECONDS_TO_FOLLOW = 30  # time in which the other ranks may end after the first one has ended with an error
 _SECONDS_OVER_GRACE = 60.0  # time after run.grace_s until ranks that have not ended are killed
 
 
@@ -41,8 +41,7 @@ def run_ranks(arguments: Sequence[str], num_ranks: int, *, grace_s: float, log_d
     log_dir    a folder for the output of each rank; the terminal then shows rank 0 only.  None: it shows all ranks
 
     Each signal that stops a run is sent to all ranks.  If a rank fails, the others receive SIGTERM, and after 30 s
-    SIGKILL.
-    If a signal ended the rank, the code is 128 + the number of the signal.
+    SIGKILL.  If a signal ended the failed rank, the exit code is 128 + the number of the signal.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `_report` prints the reason
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in received())
@@ -62,7 +61,7 @@ def run_ranks(arguments: Sequence[str], num_ranks: int, *, grace_s: float, log_d
             assert isinstance(ranks, SubprocessContext)
             with _forwarding(ranks, grace_s) as is_overdue:
                 first = _wait(ranks, is_overdue)
-        except SignalException as error:  # while the ranks were started; torch has ended them
+        except SignalException as error:  # a signal arrived while the ranks were started; torch has ended them
             return 128 + error.sigval
         return 0 if first is None else _report(ranks, first)
 
@@ -77,7 +76,7 @@ def refuse_nested() -> None:
 
 
 def _loopback_store() -> tuple[dist.TCPStore, int]:
-    """A store on a free port of the loopback interface, and the port.  TCPStore's own socket uses all interfaces."""
+    """A store on a free port of the loopback interface, and the port.  TCPStore by itself listens on all interfaces."""
     listener = socket.create_server((LOOPBACK, 0))
     port: int = listener.getsockname()[1]
     store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -129,7 +128,7 @@ def _wait(ranks: SubprocessContext, is_overdue: Callable[[], bool]) -> int | Non
     while any([process.poll() is None for process in processes]):
         if first is None:
             first = _failed(processes)
-            # All ranks of a run that was asked to stop end by themselves, and at almost the same time.
+            # After a stop signal, all ranks end by themselves at almost the same time, so they get time to do so.
             is_stop = first is not None and processes[first].returncode == STOPPED
             followed_until = time.monotonic() + (_SECONDS_TO_FOLLOW if is_stop else 0.0)
         if (first is not None and time.monotonic() >= followed_until) or is_overdue():
@@ -139,8 +138,8 @@ def _wait(ranks: SubprocessContext, is_overdue: Callable[[], bool]) -> int | Non
 
 
 def _failed(processes: Sequence["subprocess.Popen[bytes]"]) -> int | None:
-    """The rank that failed; None if no rank failed.  If several failed, a rank that a signal ended comes first, because
-    the loss of this rank makes the others fail."""
+    """The rank that failed; None if no rank failed.  If several failed, a rank that a signal ended is preferred,
+    because the other ranks then failed as a consequence."""
     failed = [rank for rank, process in enumerate(processes) if process.returncode]
     return min(failed, key=lambda rank: processes[rank].returncode > 0, default=None)
 

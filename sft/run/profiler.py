@@ -29,7 +29,7 @@ from sft.parallel.position import Position
 
 
 class Profiler:
-    """A context around the whole run, from before the model is built.  Writes a snapshot if an error ends the run."""
+    """A context for a whole run, including the building of the model.  Writes a snapshot if an error ends the run."""
 
     def __init__(self, config: ProfileConfig, folder: Path, position: Position, console: Console) -> None:
         self._config, self._folder, self._position, self._console = config, folder, position, console
@@ -77,7 +77,7 @@ class Profiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """A context around step `number`, counted from 1 over the whole run, with its evaluation and save."""
+        """A context for step `number`, counted from 1 over the whole run, with its evaluation and save."""
         self._step = number
         if number > self._last:  # a resumed run may begin after the last snapshot
             self._stop()
@@ -114,7 +114,11 @@ class Profiler:
 
     @contextmanager
     def _best_effort(self, failure: str) -> Iterator[None]:
-        """Print an error instead of raising it: it must neither end the run nor hide an error that ends the run."""
+        """A context that prints an error instead of raising it, so that it neither ends the run nor hides another
+        error.
+
+        failure: the beginning of the printed line
+        """
         try:
             yield
         except Exception as error:  # torch's profiler may raise any error
@@ -124,9 +128,10 @@ class Profiler:
 
 
 def _export(trace: torch.profiler.profile, path: str) -> None:
-    """Write the trace, compressed.  Raises OSError if the disk is full.
+    """Write the trace as gzip.  Raises OSError if the disk is full.
 
-    torch itself would write the text into the system's temporary folder, and report no error of that disk.
+    If torch compressed the trace, it would first write the text into the system's temporary folder, and not report if
+    that disk is full.
     """
     text = Path(f"{path}.json")
     try:
@@ -141,14 +146,14 @@ def _export(trace: torch.profiler.profile, path: str) -> None:
 
 
 def _ends(text: Path) -> bool:
-    """Whether the text of a trace is complete.  torch reports no error of its last write."""
+    """Whether the text of a trace is complete.  torch does not report if its last write fails."""
     with text.open("rb") as file:
         file.seek(-min(16, text.stat().st_size), os.SEEK_END)
         return file.read().rstrip().endswith(b"}")
 
 
 def name(position: Position) -> str:
-    """node-7-rank3-pp0-dp0-cp1-tp1-ep0: the host, the rank, and its position in the layout."""
+    """The name of a file of this rank, from the host, the rank and its position: node-7-rank3-pp0-dp0-cp1-tp1-ep0"""
     host = re.sub(r"[^A-Za-z0-9.-]", "_", socket.gethostname())
     at = f"pp{position.pp_rank}-dp{position.dp_rank}-cp{position.cp_rank}-tp{position.tp_rank}-ep{position.ep_rank}"
     return f"{host}-rank{position.rank}-{at}"

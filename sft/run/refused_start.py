@@ -2,7 +2,7 @@
 
 `Lifecycle` records how a start ends after it has begun.  A start that is refused earlier, for example because its data
 file does not exist, has no start id, and usually no lock.  Without a record of the refusal, run_state.json would still
-say how the previous start ended, and a script that asks `sft status` would restart the run forever.
+contain the end of the previous start, and a script that calls `sft status` would restart the run forever.
 
 Refusals by a machine or a network (no driver, no answer from the hub) are not recorded, because the same start may
 succeed on another machine.
@@ -22,9 +22,10 @@ from sft.run.lock import RunLock, is_gone
 
 @contextmanager
 def recorded(folder: Path, *, is_locked: bool = False) -> Iterator[None]:
-    """Record in run_state.json of `folder` a mistake of the user that ends the block.  Rank 0 writes.
+    """A context that records in run_state.json of `folder` an SftError that ends the block, and raises it.  Rank 0
+    writes.
 
-    The folder is made if needed.  An error after which the same start may succeed is not recorded.
+    The folder is made if needed.  An error after which the same start may succeed (`MAY_SUCCEED`) is not recorded.
     is_locked: whether this process holds the lock of the folder.  If not, nothing is written while another run may be
     alive there.
     """
@@ -37,7 +38,7 @@ def recorded(folder: Path, *, is_locked: bool = False) -> Iterator[None]:
 
 
 def _record(folder: Path, error: SftError, *, is_locked: bool) -> None:
-    if why_no_folder(folder) is not None:  # the refusal is about the folder
+    if why_no_folder(folder) is not None:  # nothing can be written there
         return
     try:
         if is_locked or is_gone(folder):

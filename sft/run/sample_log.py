@@ -25,9 +25,10 @@ _COPY_BYTES = 1 << 20
 
 
 def link(chain: str, epoch: int, batch: int, samples: Iterable[int]) -> str:
-    """The chain after a global batch of these samples.  `epoch` and `batch` count from 0.
+    """The chain digest after a global batch of these samples.
 
-    The same samples give the same chain for any division into packs and any assignment to ranks.
+    chain: the chain digest before the batch; epoch, batch: counted from 0
+    The result does not depend on the division of the samples into packs, or on their assignment to ranks.
     """
     entry = json.dumps([chain, epoch, batch, sorted(samples)], separators=(",", ":"))
     return hashlib.sha256(entry.encode("ascii")).hexdigest()
@@ -36,11 +37,13 @@ def link(chain: str, epoch: int, batch: int, samples: Iterable[int]) -> str:
 class SampleLog:
     """The sample log of one run, on rank 0.
 
-    Raises OSError if opening fails, ConfigError if `path` is not a regular file, and StorageError if writing fails.
+    step, chain: the last completed step, and the chain digest after it
+    The constructor removes lines of later steps, which a killed run left.  It adds a line with "gap" if lines before
+    `step` are missing, for example because the checkpoint comes from another folder, or because the machine lost its
+    last writes.
 
-    `step` and `chain` belong to the last completed step.  Lines of later steps, which a killed run left, are removed.
-    A line with "gap" is added if lines before `step` are missing, for example because the checkpoint comes from another
-    folder, or because the machine lost its last writes.
+    The constructor raises OSError if the file cannot be opened, and ConfigError if `path` is not a regular file.
+    `write` raises StorageError.
     """
 
     def __init__(self, path: Path, step: int, chain: str) -> None:
@@ -64,6 +67,7 @@ class SampleLog:
         return opened[0] if opened else None
 
     def write(self, step: int, epoch: int, batch: int, samples: Iterable[int], chain: str) -> None:
+        """Add the line of a step.  chain: the chain digest after it.  Raises StorageError."""
         row = {"step": step, "epoch": epoch, "batch": batch, "samples": sorted(samples), "chain": chain}
         try:
             self._put(row)
@@ -86,7 +90,7 @@ class SampleLog:
 
 
 def _opened(path: Path) -> IO[bytes]:
-    """The open file.  It is created if it does not exist."""
+    """The file at `path`, open for reading.  It is created if it does not exist."""
     try:
         return open_file(path)
     except FileNotFoundError:
@@ -96,7 +100,10 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def _whole_until(file: IO[bytes], step: int) -> tuple[int, str]:
-    """The byte offset where the lines up to `step` end, and the last chain.  Stops at the first damaged line."""
+    """The byte offset at which the lines up to `step` end, and the chain digest of the last of them.
+
+    Stops at the first damaged line.
+    """
     file.seek(0)
     end, chain = 0, ""
     while line := file.readline(LIST_BYTES):  # the part of a longer line has no newline, so it counts as damaged

@@ -41,14 +41,15 @@ _forking = threading.local()  # the signal mask of the forking thread before the
 class StopSignals:
     """Receives the signals that stop a run.  A context for the main thread; only one may be active.
 
-    `grace_s`: seconds from the first signal until the process exits without a save, with exit code 1.
-    `deadline`: the monotonic time at which to stop, and the reason.
+    grace_s   seconds from the first signal until the process exits without a save, with exit code 1
+    deadline  the monotonic time at which the run stops, and the reason (`deadline`); None: no time limit
+    report    prints a line
 
-    After a second signal the process exits at once, with exit code 128 + number of the signal.
+    After a second signal, the process exits at once with exit code 128 + number of the signal.
 
-    torchrun sends signals to all processes of a rank, also to children that a library forked.  The children ignore
-    signals while the context lasts and the parent lives.  After the context or the parent ends, a signal ends a child
-    as usual.
+    torchrun sends signals to all processes of a rank, including children that a library forked.  The children ignore
+    signals while the context lasts and the parent lives.  After the end of the context or of the parent, a signal ends
+    a child as usual.
     """
 
     def __init__(self, *, grace_s: float, deadline: tuple[float, str] | None, report: Callable[[str], None]) -> None:
@@ -94,7 +95,7 @@ class StopSignals:
         return self._reason
 
     def disarm(self) -> None:
-        """Make signals and the time limit have no effect.  Called when the run ends by itself."""
+        """Ignore signals and the time limit from now on.  Called when the run ends by itself."""
         self._is_disarmed = True
 
     def _listen(self) -> None:
@@ -128,7 +129,8 @@ class StopSignals:
         os._exit(code)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """In the parent, `_listen` handles signals.  A forked child ends, unless its parent still listens."""
+        """Python's handler of the signals.  Does nothing in the parent, where `_listen` handles them.  Ends a forked
+        child, unless its parent still listens."""
         if os.getpid() != self._pid and not self._parent_listens():
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -156,10 +158,10 @@ def _stays_ignored(number: signal.Signals) -> bool:
 
 
 def _before_fork() -> None:
-    """Block signals until `_in_child`.
+    """Block signals until `_in_child` or `_in_parent` has run after the fork.
 
-    Until `_in_child` has run, a signal to the child would arrive in the parent's socket.  Python also forgets signals
-    that a new process receives before its hooks run, so a child of a child would ignore a signal that should end it.
+    Otherwise, a signal to the new child would arrive in the parent's socket.  Python also drops signals that a new
+    process receives before its hooks run, so a child of a child would ignore a signal that should end it.
     """
     if _is_handling:
         _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -206,7 +208,7 @@ def deadline(exit_after_minutes: float | None, grace_s: float, environ: Mapping[
 def leave_with_parent() -> None:
     """Make the kernel end this process when its launcher ends.  Works under torchrun on Linux; elsewhere does nothing.
 
-    Otherwise ranks would continue to train without a launcher, and would block the next start.
+    Otherwise, ranks would continue to train without a launcher, and the next start would be refused.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
         return

@@ -1,6 +1,6 @@
-"""run_state.json records the progress of a run and how its last start ended, for scripts and users.
+"""Writes and reads run_state.json: the progress of a run and how its last start ended, for scripts and users.
 
-`verdict` says whether another start makes sense.  torchrun turns every exit code except 0 into 1, so a script that
+`verdict` decides whether another start makes sense.  torchrun turns every exit code except 0 into 1, so a script that
 restarts runs must read this file.  Rank 0 calls `begin`, `refuse`, `progress` and `end`; any rank may call `fail`.
 
 The first failure of a start is also in run_state.failure.json until the next start.  Only one rank can create a file of
@@ -34,8 +34,10 @@ Kind = Literal["running", "done", "preempted", "failed-retryable", "failed-fatal
 @message
 @dataclass(frozen=True)
 class Status:
+    """The content of run_state.json."""
+
     status: Kind
-    step: int  # the last completed step that was reported
+    step: int  # the last completed step at the time of the last write
     num_steps: int | None  # None: the run failed before the number was known
     started_at_step: int
     saved_step: int  # step of the newest checkpoint; until this start saves one, `started_at_step`
@@ -111,7 +113,7 @@ def end(folder: Path, start_id: str | None, status: Kind, *, step: int, num_step
 
 
 def fail(folder: Path, start_id: str | None, error: BaseException, *, rank: int, step: int) -> None:
-    """Record that this rank ends with an error in or after `step`.  All ranks may call `fail` at once.
+    """Record that rank `rank` ends with an error in or after `step`.  All ranks may call `fail` at once.
 
     Only the first failure of a start is recorded, because later ones, such as a reset connection, follow from it.
     The status of a run that ended without an error does not change.  Raises OSError if the folder cannot be written.
@@ -146,10 +148,10 @@ def fail(folder: Path, start_id: str | None, error: BaseException, *, rank: int,
 
 
 def verdict(status: Status | None) -> Literal["done", "go on", "stop"]:
-    """Whether a script should start the run again.
+    """Whether a script should start the run again: "done" and "stop" mean no, "go on" means yes.
 
-    A killed run still has the status "running", and a run that never started has None; a script should start both.  The
-    script should stop after `MAX_STARTS` starts in a row from the same step if the last start saved nothing.
+    A killed run still has the status "running", and a run that never started has None; a script should start both.  It
+    should stop after `MAX_STARTS` starts in a row from the same step if the last start saved nothing.
     """
     if status is None:
         return "go on"
@@ -160,7 +162,9 @@ def verdict(status: Status | None) -> Literal["done", "go on", "stop"]:
 
 
 def describe(status: Status) -> str:
-    """failed-retryable at step 12 of 100 (2026-01-31T12:00:00+00:00, host n1, job 7; start 2 in a row from step 10)
+    """The status in words, in one or two lines:
+
+    failed-retryable at step 12 of 100 (2026-01-31T12:00:00+00:00, host n1, job 7; start 2 in a row from step 10)
     rank 3: RuntimeError: CUDA error
     """
     of = "" if status.num_steps is None else f" of {status.num_steps}"
@@ -205,7 +209,7 @@ def _is_of_another(known: Status, start_id: str | None) -> bool:
 
 
 def _change(folder: Path, start_id: str | None, step: int, **changes: Any) -> None:
-    """Change the status, unless another start has begun or another rank has failed meanwhile.  For rank 0."""
+    """Change the status, unless another start has begun or a rank has failed meanwhile.  Called on rank 0."""
     before = _known(folder, step)
     if _is_of_another(before, start_id):
         return
@@ -218,7 +222,7 @@ def _change(folder: Path, start_id: str | None, step: int, **changes: Any) -> No
 def _overwrite(path: Path, status: Status) -> None:
     """Write the status into the blocks that the file already has, because a full disk has no free blocks.
 
-    A reader may see a part of it.  On a full disk there is no other way to record that the run has ended.
+    A reader may see an incomplete status.  On a full disk, there is no other way to record that the run has ended.
     """
     content = _text(status).encode()
     with suppress(OSError):
@@ -232,7 +236,7 @@ def _overwrite(path: Path, status: Status) -> None:
 
 
 def _publish_failure(folder: Path) -> None:
-    """Make the failure the status.  All ranks may call this at once: each renames its own copy of the failure."""
+    """Replace the status by the recorded failure.  All ranks may call this at once; each renames a copy of its own."""
     copy = folder / f"{FAILURE}.{uuid.uuid4().hex}"
     os.link(folder / FAILURE, copy)
     os.replace(copy, folder / FILE)

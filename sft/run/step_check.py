@@ -56,6 +56,8 @@ class LossSpikes:
 
 
 class StepCheck:
+    """Checks the loss and the gradient norm of each step."""
+
     def __init__(self, config: TrainConfig, console: Console) -> None:
         self._max_nonfinite_steps, self._console = config.max_nonfinite_steps, console
         self._loss_spikes = LossSpikes()

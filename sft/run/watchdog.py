@@ -1,10 +1,10 @@
 """Ends a rank that hangs, after writing the stacks of its threads.  The launcher then ends the other ranks.
 
 If a phase lasts too long, the stacks of all threads are written to a file per rank and to stderr.  The lifecycle calls
-`phase` and `progress`, and passes an `on_hang` that marks the run as failed.
+`phase` and `progress`, and passes `on_hang`, which records the hang in run_state.json.
 
 A Python thread watches the phases.  This thread cannot run while the main thread holds the interpreter lock in C code.
-In that case a thread of `faulthandler`, which does not need the interpreter, writes the stacks and ends the process.
+Then a thread of `faulthandler`, which does not need the interpreter, writes the stacks and ends the process.
 """
 
 import faulthandler
@@ -22,7 +22,7 @@ from typing import NoReturn, TextIO
 
 from sft.files.atomic_files import unusable
 
-SECONDS_BETWEEN_CHECKS = 1.0  # or a tenth of the timeout, if that is less
+SECONDS_BETWEEN_CHECKS = 1.0  # a tenth of the timeout, if that is less
 SECONDS_MORE_FOR_FAULTHANDLER = 10.0  # added to the timeout and `linger_s`, because `on_hang` may hang as well
 
 _active: "Watchdog | None" = None
@@ -32,8 +32,9 @@ class Watchdog:
     """Ends this process with exit code 1 when a phase, or a part of it, lasts longer than `timeout_s` (None: never).
 
     The stacks are appended to `folder`/stacks/rank_00003.txt, and printed on stderr.  `on_hang` gets the same text,
-    whose first line has rank, phase, seconds and time.  The process then waits `linger_s`, so that other ranks that
-    hang for the same reason can write their stacks.  Raises ConfigError if the folder cannot be written.
+    whose first line names rank, phase, seconds and time.  The process then waits `linger_s` seconds, so that other
+    ranks that hang for the same reason can write their stacks.  Entering the context raises ConfigError if the folder
+    cannot be written.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Watchdog:
             self._arm()
 
     def idle(self) -> None:
+        """End the phase.  Until the next phase begins, no time limit applies."""
         if self._timeout_s is not None and os.getpid() == self._pid:
             self._phase = None
             faulthandler.cancel_dump_traceback_later()
@@ -142,7 +144,8 @@ def _stacks() -> str:
 
 
 def _before_fork() -> None:
-    """Cancel faulthandler's timer.  A forked child lacks faulthandler's thread, but would wait for it at exit."""
+    """Cancel faulthandler's timer, because a forked child would wait at its exit for the timer's thread, which it
+    lacks."""
     if _active is not None:
         faulthandler.cancel_dump_traceback_later()
 

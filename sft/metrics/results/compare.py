@@ -22,6 +22,8 @@ TIMED = ("time", "per-second", "tflop", "mfu", "memory", "data-wait")
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
+    """The relative and the absolute difference by which two floats may differ and still count as equal."""
+
     rtol: float
     atol: float
 
@@ -30,8 +32,10 @@ class Tolerance:
 class MetricDifference:
     """The comparison of one metric over the steps that both runs have.
 
-    first     step and both values, as text, of the first difference; None if there is none
-    largest   largest absolute and largest relative difference; None if no two numbers could be subtracted
+    num_steps      number of steps at which a record has the metric
+    num_different  number of steps at which the values differ
+    first          step and both values, as text, of the first difference; None if there is none
+    largest        largest absolute and largest relative difference; None if no two numbers could be subtracted
     """
 
     kind: str
@@ -43,15 +47,16 @@ class MetricDifference:
 
 
 def is_timed(name: str) -> bool:
-    """Whether the metric depends on the clock or the machine, by the first and last part of its name.
+    """Whether the metric depends on the clock or the machine, decided by the first and last part of its name.
 
-    Users choose the parts between: `loss by source/sentiment/loss`.
+    The parts between are names that users choose: `loss by source/sentiment/loss`.
     """
     parts = name.lower().split("/")
     return any(word in part for part in (parts[0], parts[-1]) for word in TIMED)
 
 
 def do_differ(a: Value, b: Value, tolerance: Tolerance) -> bool:
+    """Whether two values differ by the rules in the docstring of this module."""
     if a is None or b is None:
         return a is not b
     if isinstance(a, int) and isinstance(b, int):
@@ -70,7 +75,10 @@ def distance(a: Value, b: Value) -> tuple[float, float] | None:
 def compare(
     kind: str, name: str, pairs: dict[int, tuple[Metrics, Metrics]], tolerance: Tolerance, ignore_missing: bool
 ) -> MetricDifference:
-    """Compares one metric over the common steps in order.  Ignores steps of which neither record has the metric."""
+    """Compares one metric over the steps that both runs have.  Ignores steps of which neither record has the metric.
+
+    pairs: {step: (metrics of A, metrics of B)} in rising order of steps
+    """
     num_steps, different, distances = 0, list[tuple[int, str, str]](), list[tuple[float, float]]()
     for step, (left, right) in pairs.items():
         num_steps += name in left or name in right
@@ -99,7 +107,8 @@ def shown(metrics: Metrics, name: str) -> str:
 
 
 def spans(steps: Collection[int], limit: int = 8) -> str:
-    """[1, 2, 3, 7, 9, 10] -> "1-3, 7, 9-10"; with more than `limit` ranges: "0, 30, 60, ..., 300 (11 in all)" """
+    """Steps as text: [1, 2, 3, 7, 9, 10] -> "1-3, 7, 9-10"; with more than `limit` ranges "0, 30, 60, ..., 300 (11 in
+    all)"."""
     ends: list[list[int]] = []
     for step in sorted(steps):
         if ends and step == ends[-1][1] + 1:
@@ -111,12 +120,12 @@ def spans(steps: Collection[int], limit: int = 8) -> str:
 
 
 def short(number: float) -> str:
-    """An integer with all its digits, a float with 3 significant digits."""
+    """A number as text: an integer with all its digits, a float with 3 significant digits."""
     return str(number) if isinstance(number, int) else f"{number:.3g}"
 
 
 def table(rows: Sequence[MetricDifference]) -> list[str]:
-    """One aligned line per metric."""
+    """The lines of a table with one line per metric."""
     cells = [("kind", "metric", "differs", "first at step", "A", "B", "largest", "relative")]
     for row in rows:
         step, a, b = row.first or ("-", "-", "-")
@@ -133,12 +142,13 @@ def table(rows: Sequence[MetricDifference]) -> list[str]:
 
 
 def extent(records: Mapping[str, Mapping[int, object]]) -> str:
-    """train 1-24; eval 0, 12, 24"""
+    """The steps of each kind of record as text: "train 1-24; eval 0, 12, 24"."""
     return "; ".join(f"{kind} {spans(steps)}" for kind, steps in records.items() if steps)
 
 
 def alone_steps(kind: str, a: RunMetrics, b: RunMetrics) -> tuple[list[str], int]:
-    """Lines about records that only one run has, and the number of these records at steps that both runs reached."""
+    """Lines about records of a kind that only one run has, and the number of these records within the steps of both
+    runs."""
     lines, num_inside = list[str](), 0
     order = {name: i for i, name in enumerate(kinds_of(a, b))}  # train is 0; no run has a train record of step `first`
     first, last = (max(a.first, b.first), 1), min((run.last[0], order[run.last[1]]) for run in (a, b))
@@ -155,6 +165,7 @@ def alone_steps(kind: str, a: RunMetrics, b: RunMetrics) -> tuple[list[str], int
 
 
 def alone_names(kind: str, left: Sequence[str], right: Sequence[str]) -> list[str]:
+    """Lines about metrics of a kind that only one run has.  left, right: names of the metrics of A and of B"""
     return [
         f"only {letter} has {kind} metric {name}"
         for letter, own, other in (("A", left, right), ("B", right, left))

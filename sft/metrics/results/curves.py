@@ -1,4 +1,4 @@
-"""The data of a run that `sft plot` draws: records by step, smoothed values, loss by position, token accuracy."""
+"""Computes the curves of a run that `sft plot` draws: records by step, smoothed values, loss by position, accuracy."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import numpy as np
 
 from sft.metrics.results.records import EVAL, TRAIN, held_out_set, read_records
 
-SMOOTH = 0.05
+SMOOTH = 0.05  # share of all values that a smoothed value averages
 BY_POSITION = "loss by position"  # {bucket: {"loss": nats per supervised token or null, "tokens": count}}
 
 ACCURACY = "token accuracy"  # share of supervised tokens whose logit is the largest
@@ -18,9 +18,10 @@ Curves = dict[str, np.ndarray]  # bucket or held-out set -> steps and values, [2
 
 @dataclass(frozen=True, kw_only=True)
 class PlottedRun:
-    """Records of one run in the order of steps; each has "step" and metrics by name.
+    """The records of one run, in the order of steps.  A record has "step" and metrics by name.
 
-    eval  records of each held-out set; the sets are in the order of the file
+    train  records of optimizer steps
+    eval   {name of a held-out set: its records}, in the order of the file
     """
 
     name: str
@@ -29,7 +30,7 @@ class PlottedRun:
 
 
 def read_run(folder: Path) -> PlottedRun:
-    """The run in `folder`.  Raises RunError."""
+    """The run in `folder`.  Raises RunError if its metrics cannot be read."""
     records = read_records(folder)
     evaluations = dict[str, list[dict]]()
     for record in records:
@@ -49,9 +50,9 @@ def by_step(records: list[dict]) -> list[dict]:
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Centred means; each covers the share SMOOTH of all values, and fewer at both ends.  Gaps (NaN) are left out.
+    """The mean of the values around each value.  A mean covers the share SMOOTH of all values, and fewer at both ends.
 
-    For fewer than 30 values, the result is the values themselves.
+    NaN is left out of means.  If there are fewer than 30 values, the result is the values themselves.
     """
     reach = round(SMOOTH * len(values)) // 2
     is_known = np.isfinite(values)
@@ -64,12 +65,12 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 
 
 def held_out(name: str) -> str:
-    """eval -> held out; code -> held out code"""
+    """The label of a held-out set: eval -> held out; code -> held out code"""
     return "held out" if name == "eval" else f"held out {name}"
 
 
 def by_position(records: Sequence[dict]) -> Curves:
-    """Steps and losses of each bucket, at steps where it has tokens; buckets without any tokens are left out."""
+    """The curve of the loss of each bucket, at steps at which it has tokens.  Buckets without tokens are left out."""
     points: dict[str, list[tuple[int, float]]] = {}
     for entry in records:
         for bucket, part in (entry.get(BY_POSITION) or {}).items():
@@ -78,10 +79,10 @@ def by_position(records: Sequence[dict]) -> Curves:
 
 
 def positions(runs: Sequence[PlottedRun]) -> tuple[str, list[Curves]]:
-    """The name of the drawn data, which all runs have in common, and the curves of each run.
+    """The name of the data whose loss by position is drawn for all runs, and the curves of each run.
 
-    The data are those of the first held-out set, if every run with losses by position has a curve of two points or more
-    there.  Otherwise they are smoothed curves of training.
+    These are the data of the first held-out set, if every run with losses by position has a curve of two points or more
+    for it.  Otherwise, they are the training data, with smoothed curves.
     """
     first = next((name for run in runs for name in run.eval), "eval")
     apart, train = [by_position(run.eval.get(first, [])) for run in runs], [by_position(run.train) for run in runs]
@@ -94,7 +95,7 @@ def positions(runs: Sequence[PlottedRun]) -> tuple[str, list[Curves]]:
 
 
 def accuracies(run: PlottedRun) -> Curves:
-    """Steps and token accuracy of each held-out set; sets without a second measured value are left out."""
+    """The curve of the token accuracy of each held-out set that has two or more measured values."""
     measured = {
         name: [(entry["step"], entry[ACCURACY]) for entry in records if entry.get(ACCURACY) is not None]
         for name, records in run.eval.items()

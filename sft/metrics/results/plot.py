@@ -1,7 +1,7 @@
 """Draws one or several runs: loss, gradient norm, learning rate, tokens per second, token accuracy, loss by position.
 
-The faint line shows every step, and the strong line a centred mean over a twentieth of the run.  Markers show
-evaluations; each held-out set has its own marker.  Needs matplotlib.
+The faint line shows every step; the strong line shows the mean over a twentieth of the run around each step.  Markers
+show evaluations; each held-out set has its own marker.  Needs matplotlib.
 
 Token accuracy is drawn for held-out sets with two evaluations.  If a run has loss by position, it is drawn for the
 first held-out set if there are two evaluations, otherwise for training.  For one run, a panel has a line for each
@@ -32,7 +32,8 @@ COLUMNS = 4  # largest number of columns of bucket panels
 
 
 def series(records: list[dict], key: str) -> tuple[np.ndarray, np.ndarray, str]:
-    """Steps, values and the text "first to last" of one metric.  Absent values and null are gaps (NaN)."""
+    """Steps and values of one metric, and the text "FIRST to LAST" with two of its values.  Absent values and null are
+    NaN."""
     values = np.array([entry.get(key) for entry in records], dtype=float)
     known = values[np.isfinite(values)]
     span = f"{known[0]:.3f} to {known[-1]:.3f}" if len(known) else "no values"
@@ -40,7 +41,7 @@ def series(records: list[dict], key: str) -> tuple[np.ndarray, np.ndarray, str]:
 
 
 def draw_run(panels: Sequence[Axes], run: PlottedRun, color: str, held_out_color: str, width: float) -> None:
-    """Draws one run into the four panels."""
+    """Draws the metrics of PANELS of one run, and its held-out losses."""
     for axes, (key, _, _) in zip(panels, PANELS, strict=True):
         steps, values, span = series(run.train, key)
         strong = values if key == "learning-rate" else smoothed(values)
@@ -53,7 +54,10 @@ def draw_run(panels: Sequence[Axes], run: PlottedRun, color: str, held_out_color
 
 
 def grid(num_runs: int, num_buckets: int) -> tuple[int, int]:
-    """Rows and columns of panels: 0 buckets -> (0, 0); one run -> (1, 1); 3 buckets -> (1, 3); 5 -> (2, 3)"""
+    """The number of rows and columns of panels.
+
+    0 buckets -> (0, 0); one run -> (1, 1); several runs with 3 buckets -> (1, 3), with 5 buckets -> (2, 3)
+    """
     if num_runs == 1 or not num_buckets:
         return (1, 1) if num_buckets else (0, 0)
     rows = -(-num_buckets // COLUMNS)
@@ -63,7 +67,11 @@ def grid(num_runs: int, num_buckets: int) -> tuple[int, int]:
 def draw_lines(
     figure: FigureBase, runs: Sequence[PlottedRun], curves_of: Sequence[Curves], widths: Sequence[float], unit: str
 ) -> Sequence[Axes]:
-    """Draws one panel with a line for each bucket (one run), or a panel for each bucket with a line for each run."""
+    """Draws curves.  For one run, one panel has a line for each bucket.  For several, each bucket has a panel with a
+    line for each run.
+
+    widths: line width of each run; unit: label of the y axis.  Returns the panels.
+    """
     buckets = names_of(curves_of)
     is_one = len(runs) == 1
     panels = figure.subplots(*grid(len(runs), len(buckets)), sharex=True, sharey=True, squeeze=False)

@@ -1,7 +1,7 @@
 """Reads metrics.jsonl of a run, for the commands that compare and draw runs.  Needs only Python.
 
-Reads schemas 1 to 8.  A resumed run may repeat steps; callers decide which record of a step counts.  The last line is
-skipped if it is incomplete because the run was killed.
+Reads schemas 1 to 8.  A resumed run may repeat steps; callers decide which record of a step is used.  An incomplete
+last line, which a killed run leaves, is skipped.
 """
 
 import json
@@ -20,11 +20,14 @@ TRAIN, EVAL = "train", "eval"
 
 
 class RunError(SftError):
-    """A run cannot be read.  The message is for users; the exit code is 2."""
+    """The error if the metrics of a run cannot be read or compared."""
 
 
 def read_records(run: Path) -> list[dict[str, Any]]:
-    """All records of a run folder or of a metrics.jsonl.  Raises RunError if they hold no step and no evaluation."""
+    """All records of a run folder or of a metrics.jsonl.
+
+    Raises RunError if the file cannot be read, has lines that are no records, or has neither a step nor an evaluation.
+    """
     path = run / "metrics.jsonl" if run.is_dir() else run
     try:
         *lines, tail = read_file(path, METRICS_BYTES).split(b"\n")
@@ -86,8 +89,9 @@ def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
 class RunMetrics:
     """Metrics of one run by kind and step.  A kind is `train`, `eval`, or `eval NAME` for a named held-out set.
 
-    first  the step after which the run began; it has evaluations of this step, but no train record
-    last   step and kind of its last record; the run has no record of this step of kinds that come later in order
+    first    the step after which the run began; it may have evaluations after this step, but has no train record of it
+    last     step and kind of the last record, in the order of steps and then of kinds
+    records  {kind: {step: metrics}}
     """
 
     path: Path
@@ -97,7 +101,10 @@ class RunMetrics:
 
 
 def read_metrics(path: Path) -> RunMetrics:
-    """The metrics of the run in a folder or file.  The last record of a repeated step counts.  Raises RunError."""
+    """The metrics of the run in a folder or file.  Of a repeated step, the last record is used.
+
+    Raises the errors of `read_records`.
+    """
     entries = read_records(path)
     records: dict[str, dict[int, Metrics]] = {TRAIN: {}}
     for entry in entries:
@@ -128,5 +135,5 @@ def flat(nested: dict[str, Any], prefix: str = "") -> Metrics:
 
 
 def kinds_of(*runs: RunMetrics) -> list[str]:
-    """train, then the held-out sets of all runs, in the order of their records."""
+    """The kinds of records of all runs: train, then those of held-out sets in the order of their records."""
     return list(dict.fromkeys(kind for run in runs for kind in run.records))

@@ -1,4 +1,4 @@
-"""The weights and adapters that a run trains: the contract between `hf`, which knows names of weights, and `mcore`.
+"""Describes the weights and adapters that a run trains.  `sft/weights/trained.py` makes the description.
 
 A run trains all weights, or some of them (train.freeze), or LoRA adapters.  With LoRA, it can also train the embedding
 and the output weight.  Weights that are not trained are frozen.
@@ -53,13 +53,13 @@ class AdaptedWeight:
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """Sizes that determine the number of parameters; weights of other layers may have the same."""
+        """Sizes that determine the number of adapter parameters.  Weights of several layers may have equal sizes."""
         parts = tuple(adapter.parts for adapter in self.adapters)
         return self.module, self.num_experts, self.part_rows, self.num_columns, parts
 
     @property
     def is_column_parallel(self) -> bool:
-        """Whether tensor-parallel ranks hold rows of the weight; False: columns."""
+        """Whether each tensor-parallel rank holds some rows of the weight; False: some columns, or the whole weight."""
         return weight_of(f"{self.module}.weight").split == "rows"
 
     @property
@@ -159,7 +159,10 @@ class Trained:
 
     @cached_property
     def alike(self) -> dict[int, int]:
-        """{layer that trains adapters alone: the first layer with equal adapted weights}; numbers from 1"""
+        """For each layer that trains only adapters, the first such layer with adapted weights of equal `shape`.
+
+        Both are numbers from 1.
+        """
         first = dict[tuple[object, ...], int]()
         return {
             number: first.setdefault(tuple(weight.shape for weight in adapted), number)

@@ -9,7 +9,7 @@ from sft.config import ModelConfig
 from sft.layers.adapters import EMBEDDING, HEAD, Trained
 from sft.layers.kinds import all_layer_groups
 
-ASSUMED_TFLOPS = 989.0  # dense bf16 peak of an H100 SXM, if log.peak_tflops is null
+ASSUMED_TFLOPS = 989.0  # the peak if log.peak_tflops is null: dense bf16 of an H100 SXM
 # Share of the peak that a run is assumed to reach.  On one H200, steps with long packs had an MFU of 0.30 to 0.34 with
 # FlashAttention-2, and of 0.48 with FlashAttention-4 (docs/numbers/h200.md).
 ASSUMED_SHARE = 0.35
@@ -39,7 +39,7 @@ def active_parameters(model: ModelConfig, vocab_size: int) -> int:
 
 
 def describe_parameters(model: ModelConfig, vocab_size: int) -> str:
-    """`30,532,122,624 (3,353,032,704 for a token)`"""
+    """The numbers of all parameters and of those that a token uses: `30,532,122,624 (3,353,032,704 for a token)`"""
     total, active = num_parameters(model, vocab_size), active_parameters(model, vocab_size)
     return f"{total:,}" + (f" ({active:,} for a token)" if active < total else "")
 
@@ -80,7 +80,7 @@ class AttentionCost:
         """The cost of each document, float64 [n], in tokens.
 
         lengths [10, 100], crossover 10, window 20, window_crossover 10 -> [20, 1360]
-        depths: number of tokens before each document to which its tokens attend, too (`Branches`); None: none
+        depths: number of tokens before each document, to which its tokens also attend (`Branches.depths`); None: 0
         """
         if depths is not None:
             return self(np.asarray(lengths, dtype=np.float64) + depths) - self(depths)
@@ -116,16 +116,16 @@ def _products(model: ModelConfig) -> tuple[int, int]:
 class TrainFlops:
     """FLOPs of forward and backward.
 
-    Only matrix products count.  A parameter that a token uses costs 2 FLOPs in forward and 4 in backward.  A frozen
-    parameter costs 2 in backward, although backward may end above the lowest frozen layers.  Causal attention costs
-    heads * (key width + value width) FLOPs per layer and squared length in forward, and twice that in backward.  Linear
-    attention costs the same for every token.
+    Only matrix products count.  A trained parameter that a token uses costs 2 FLOPs in forward and 4 in backward.  A
+    frozen parameter costs 2 in backward.  This also counts for the lowest frozen layers, which backward may not reach.
+    Causal attention costs heads * (key width + value width) FLOPs per layer and squared length in forward, and twice
+    that in backward.  The cost of a token in linear attention does not depend on the length.
 
     per_token  FLOPs per token in the layers, with linear attention, without softmax attention
-    per_label  FLOPs per supervised token in the loss head; with multi-token prediction in both heads, as if both had
-               equally many labels
-    cost       attention's FLOPs of a document, divided by per_token + saved
-    saved      FLOPs per token that frozen weights save
+    per_label  FLOPs per supervised token in the loss head.  With multi-token prediction, in both heads, as if both had
+               the same number of labels
+    cost       FLOPs of softmax attention over a document, divided by per_token + saved
+    saved      FLOPs per token that training all weights would take in addition
     """
 
     per_token: float
@@ -151,5 +151,5 @@ class TrainFlops:
         return TrainFlops(per_token, per_label, AttentionCost.of(model), saved=6.0 * (layers + states) - per_token)
 
     def attention(self, lengths: np.ndarray, depths: np.ndarray | None = None) -> float:
-        """The FLOPs of attention over documents of these lengths, and of the tokens before them (`AttentionCost`)."""
+        """The FLOPs of softmax attention over documents of these lengths.  depths: see `AttentionCost.__call__`"""
         return (self.per_token + self.saved) * float(self.cost(lengths, depths).sum())

@@ -1,8 +1,8 @@
 """Says whether Transformer Engine's fused rotary kernel can rotate a recipe's queries and keys.  Needs no torch.
 
 The kernel computes the offset of an element as an int32 (`t_id * stride_s_or_t` in fused_rope.cu, Transformer Engine up
-to 2.20).  The stride is the distance of a tensor's tokens in elements.  With more tokens the kernel would read and
-write outside of the tensor.  For longer packs the te backend rotates in plain torch, as portable does.
+to 2.20).  The stride is the distance between two tokens of a tensor, in elements.  If an offset exceeds an int32, the
+kernel reads and writes outside of the tensor.  For such packs the te backend rotates in plain torch, as portable does.
 """
 
 from sft.config import Config

@@ -26,7 +26,7 @@ def allowed(config: Config) -> set[str]:
 
 
 def problems(config: Config) -> Iterator[str]:
-    """For each kind of layer that no kernel of `attention.kernels` computes on any GPU, a sentence about it."""
+    """Yield a sentence for each kind of layer that no kernel of `attention.kernels` can compute on any GPU."""
     wanted = config.attention.kernels
     if wanted is None:
         return

@@ -1,13 +1,14 @@
 """The rates of attention kernels, by GPU architecture and width of the heads.  Each rate names its source.
 
-Selection tries the fastest kernels first, and the prediction of a step uses the rate of the kernel that would run.  A
-kernel without a rate for an architecture and width has no code for them, or its code there was never compared with
-plain attention.  Everything else that a kernel refuses is asked of its own code (sft/mcore/attention).
+Selection tries the fastest kernels first, and the prediction of a step uses the rate of the kernel that would run.  If
+a kernel has no rate for an architecture and width, the kernel has no code for them, or nobody has compared its results
+with plain attention there.  For all other limits of a kernel, selection asks the code of the kernel
+(sft/mcore/attention).
 """
 
 from typing import NamedTuple
 
-TRANSFORMER_ENGINE = "Transformer Engine"  # its attention is cuDNN's
+TRANSFORMER_ENGINE = "Transformer Engine"  # computes attention with cuDNN
 FLASH3, FLASH4 = "FlashAttention-3", "FlashAttention-4"
 FFPA = "ffpa-attn"
 FLASH2 = "torch's flash kernel"  # FlashAttention-2
@@ -15,14 +16,14 @@ PLAIN = "plain torch"
 KERNELS = (TRANSFORMER_ENGINE, FLASH3, FLASH4, FFPA, FLASH2, PLAIN)
 
 HOPPER, BLACKWELL, AMPERE = "hopper", "blackwell", "ampere"
-PEAKS = {HOPPER: 989.4, BLACKWELL: 2250.0, AMPERE: 312.0}  # dense bf16 TFLOP/s of the GPU whose rates the table has
-BACKWARD = 2.5  # FLOPs of backward / FLOPs of forward.  Backward computes the scores again
+PEAKS = {HOPPER: 989.4, BLACKWELL: 2250.0, AMPERE: 312.0}  # dense bf16 TFLOP/s of the GPU on which rates were measured
+BACKWARD = 2.5  # FLOPs of backward / FLOPs of forward: backward computes the scores again
 
 
 class Rate(NamedTuple):
     """TFLOP/s of a kernel with long documents.  FLOPs are causal, and those of backward are 2.5 times those of forward.
 
-    forward, backward  the rates; the lowest that are likely if nobody has published them
+    forward, backward  the rates.  If they are not known, the lowest rates that are likely
     source             "measured on ...", "published: ..." or "assumed: ..."
     highest            the highest rates that are likely, forward and backward; None: the rates are known
     """
@@ -62,8 +63,12 @@ def _of_gb200(forward: float, backward: float) -> Rate:
 
 
 def _plain(scale: float) -> tuple[tuple[tuple[int, int], Rate], ...]:
-    """Rates of bf16 tiles in plain torch.  Their time is that of reading and writing fp32 scores, some ten times in
-    forward and twenty times in backward, whatever the width of the heads.  scale: bandwidth of the memory over Hopper's
+    """Rates of attention in bf16 tiles of plain torch.
+
+    The time is assumed to be that of reading and writing fp32 scores, about ten times in forward and twenty times in
+    backward.  It does not depend on the width of the heads.
+
+    scale: bandwidth of the GPU's memory, divided by that of Hopper
     """
     source = "assumed: calculated from the bytes of its tiles"
     return tuple(
@@ -72,8 +77,8 @@ def _plain(scale: float) -> tuple[tuple[tuple[int, int], Rate], ...]:
     )
 
 
-# By kernel and architecture: the widest keys and values of each row, and the rate.  A head takes the first row that is
-# wide enough for it.
+# Rates by kernel and architecture.  A row has the widest keys and values for which it holds, and the rate.  A head
+# takes the first row that is wide enough for its keys and values.
 _Rows = tuple[tuple[tuple[int, int], Rate], ...]
 _RATES: dict[tuple[str, str], _Rows] = {
     (TRANSFORMER_ENGINE, HOPPER): (
@@ -129,7 +134,7 @@ _RATES: dict[tuple[str, str], _Rows] = {
     ),
     (PLAIN, AMPERE): _plain(0.5),
 }
-# Rates with a soft cap of the scores, of the only flash kernel that has one.
+# Rates of FlashAttention-4 with a soft cap of the scores.  No other flash kernel supports a soft cap.
 _CAPPED: dict[str, _Rows] = {
     HOPPER: (
         ((128, 128), Rate(288, 344, f"{_H200}, with windows of 4,096")),
@@ -140,7 +145,10 @@ _CAPPED: dict[str, _Rows] = {
 
 
 def architecture_of(major: int) -> str | None:
-    """The architecture of an NVIDIA GPU.  major: of its compute capability; None: the table has no rates for it"""
+    """The architecture of an NVIDIA GPU; None: the table has no rates for it.
+
+    major: the first number of the GPU's compute capability
+    """
     return {8: AMPERE, 9: HOPPER, 10: BLACKWELL}.get(major)
 
 
@@ -153,9 +161,10 @@ def rate(
     has_softcap: bool = False,
     is_grouped: bool = False,
 ) -> Rate | None:
-    """The rate of a kernel; None: nothing is known, and the kernel does not run there.
+    """The rate of a kernel; None: no rate is known, and selection does not take the kernel.
 
-    With a window, the rate is that of long windows.  is_grouped: whether several query heads share a key head
+    key_width, value_width: elements of a head.  is_grouped: whether several query heads share a key head.
+    With a window, the rate is that of long windows.
     """
     if architecture is None:
         return None
@@ -182,7 +191,7 @@ def fastest_first(
     has_softcap: bool = False,
     is_grouped: bool = False,
 ) -> list[tuple[str, Rate]]:
-    """The kernels that have a rate, the fastest first."""
+    """The kernels that have a rate, the fastest first, with their rates.  The arguments are those of `rate`."""
     rates = (
         (kernel, rate(kernel, architecture, key_width, value_width, has_window, has_softcap, is_grouped))
         for kernel in KERNELS

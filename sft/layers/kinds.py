@@ -32,7 +32,7 @@ def model_of_kind(model: ModelConfig, kind: LayerKind) -> ModelConfig:
 
 
 def _with_all_mlps(model: ModelConfig, kind: MlpKind) -> ModelConfig:
-    """A model whose layers all have this second half; the model itself if it is such a model."""
+    """A model whose layers all have this kind of MLP; the model itself if its layers all have it already."""
     numbers = [*range(1, model.num_layers + 1)]
     if {model.mlp_kind_of(number) for number in numbers} == {kind}:
         return model
@@ -46,7 +46,7 @@ class LayerGroup:
     """The layers of a model that are alike.
 
     numbers  the numbers of the layers, from 1
-    around   weights of the block for multi-token prediction, outside of its mixer and MLP; () for other layers
+    around   for the block of multi-token prediction, its weights outside of mixer and MLP; () for other layers
     """
 
     mixer: Mixer
@@ -79,7 +79,7 @@ class LayerGroup:
         return LayerParameters.of(self.model, self.weights, self.mlp.num_experts, self.mixer.state_products)
 
 
-_latest: list[tuple[ModelConfig, list[LayerGroup]]] = []  # of `all_layer_groups`, at most one entry
+_latest: list[tuple[ModelConfig, list[LayerGroup]]] = []  # the latest argument and result of `all_layer_groups`
 
 
 def all_layer_groups(model: ModelConfig) -> list[LayerGroup]:
@@ -110,7 +110,10 @@ def layer_groups(model: ModelConfig) -> list[LayerGroup]:
 
 
 def describe(model: ModelConfig) -> str | None:
-    """`layers 12 with windows of 128 tokens, 12 with full attention; attention sinks`; None: all have full attention"""
+    """The kinds of layers, for `sft check`; None: all layers have full attention, and nothing else is special.
+
+    `layers 12 with windows of 128 tokens, 12 with full attention; attention sinks`
+    """
     kinds = Counter(_kind(model, number + 1) for number in range(model.num_layers))
     marks = _marks(model)
     if list(kinds) == ["full attention"] and not marks:

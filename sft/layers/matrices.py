@@ -14,7 +14,7 @@ from sft.layers.weights import sizes_of, weight_of
 class Matrix(NamedTuple):
     """A matrix of a layer, [rows, columns]; for experts, the matrix of one expert.
 
-    key  the first part of the matrix' name in checkpoints; `weight.LayerWeight` explains the other fields
+    key  the beginning of the matrix' name in checkpoints; `weight.LayerWeight` explains the other fields
     """
 
     part: str

@@ -21,8 +21,11 @@ from sft.layers.weight import LayerWeight
 class StateWork(NamedTuple):
     """The work of a recurrence.
 
-    forward, backward  as multiples of one forward pass without maps of fragments
-    flops, num_bytes   of this pass in plain torch, per token and divided among tp ranks; 0: a fused kernel computes it
+    The unit is one forward pass that computes no maps of fragments.
+
+    forward, backward  the work of forward and of backward, in this unit
+    flops, num_bytes   FLOPs and bytes of the unit in plain torch, per token, for the heads of all tp ranks; 0: a fused
+                       kernel computes the recurrence
     """
 
     forward: float
@@ -37,9 +40,10 @@ class MixerBytes(ABC):
 
     model: ModelConfig
     rank: RankShare = RankShare()
-    norm_outputs_are_saved: ClassVar[bool] = False  # whether they are saved even with train.recompute = selective
+    norm_outputs_are_saved: ClassVar[bool] = False  # whether train.recompute = selective saves the outputs of norms
     is_recomputed: ClassVar[bool] = False  # whether train.recompute = selective recomputes the mixer
-    results: ClassVar[frozenset[str]] = frozenset({"attention's output", "log-sum-exp"})  # names in `saved`
+    # Names in `saved` of the tensors that train.recompute = attention_kept keeps.
+    results: ClassVar[frozenset[str]] = frozenset({"attention's output", "log-sum-exp"})
 
     @property
     @abstractmethod
@@ -54,7 +58,7 @@ class MixerBytes(ABC):
     def frame(self, recompute: str, residual: dict[str, float]) -> dict[str, float]:
         """Bytes per token that a layer saves around the mixer, unless backward recomputes the whole layer.
 
-        residual: those of the residual stream after the mixer
+        recompute: train.recompute; residual: the bytes per token of the residual stream after the mixer, by name
         """
         model, saves_norms = self.model, recompute == "none" or self.norm_outputs_are_saved
         hidden = self.rank.hidden(model)
@@ -78,14 +82,14 @@ class MixerBytes(ABC):
 
     @abstractmethod
     def local(self, tokens: float) -> float:
-        """Bytes of temporary tensors of this rank's tokens while backward computes the mixer.  tokens: their number"""
+        """Bytes of temporary tensors while backward computes the mixer.  tokens: number of tokens on this rank"""
 
     def gathered(self, pack: float) -> float:
         """Peak bytes of other ranks' keys and values while backward computes the mixer.  pack: tokens of a pack"""
         return 0.0
 
     def rotary(self, pack: float) -> float:
-        """Bytes of cosines and sines, or with te of the angles.  pack: number of tokens of a pack"""
+        """Bytes of cosines and sines; with the te backend, bytes of angles.  pack: number of tokens of a pack"""
         return 0.0
 
     @property
@@ -187,4 +191,4 @@ class Mixer(ABC):
 
     @abstractmethod
     def moved(self, config: Config, rank: RankShare, *, is_portable: bool) -> Moved:
-        """Bytes of the mixer without the norm before it.  is_portable: whether attention runs on that backend"""
+        """Bytes of the mixer without the norm before it.  is_portable: whether the portable backend runs attention"""

@@ -1,8 +1,8 @@
 """The bytes that elementwise operations of a layer read and write, per token on one rank.
 
-A function that torch compiles, or for which a library has a kernel, counts as one operation.  The files of mixers and
-MLPs have their own bytes; `frame` has the norms and the residual sums around them.  A token's numbers are counted as
-they are read and written: a norm reads and writes 2 hidden states, and its backward pass 3.
+A function that torch compiles, or for which a library has a kernel, counts as one operation.  Each tensor that an
+operation reads or writes counts once: a norm moves 2 hidden states of a token in forward, and 3 in backward.  The files
+of mixers and MLPs count their own bytes in `moved`, and the norms and residual sums around them in `frame`.
 tests/ranks/test_counted_bytes.py counts the bytes of whole layers.
 """
 
@@ -14,7 +14,7 @@ from sft.layers.weight import has_gate
 
 
 class Moved(NamedTuple):
-    """Bytes per token.  repeated: what backward computes again with train.recompute = selective"""
+    """Bytes per token.  repeated: bytes of the operations that backward repeats with train.recompute = selective"""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -22,6 +22,7 @@ class Moved(NamedTuple):
 
 
 def total(*parts: Moved) -> Moved:
+    """The sum of several operations."""
     return Moved(*map(sum, zip(*parts)))
 
 
@@ -32,6 +33,9 @@ def activation(model: ModelConfig, ffn: float) -> Moved:
 
 
 def around(model: ModelConfig, rank: RankShare, *, repeated: float) -> Moved:
-    """The bytes of the norms and the residual sum of a half of a layer.  repeated: hidden states, with selective"""
+    """The bytes of the norms and the residual sum of a half of a layer.
+
+    repeated: number of hidden states that the operations which backward repeats read and write
+    """
     norms, hidden = model.num_layer_norms / 2, rank.hidden(model)
     return Moved((2 * norms + 3) * hidden, (3 * norms + 3) * hidden, repeated * hidden)

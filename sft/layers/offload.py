@@ -6,7 +6,7 @@ SLAB_BYTES = 1 << 28  # host memory for activations is allocated in blocks of th
 
 
 def num_offloaded_layers(fraction: float, num_layers: float, *, backward_is_next: bool) -> float:
-    """Number of offloaded layers of a model chunk.  These are its first layers, which backward reaches last.
+    """Number of layers of a model chunk that are offloaded.  The first layers are, because backward reaches them last.
 
     backward_is_next: backward follows each forward pass at once, so the last two layers stay on the device
     4 layers: a fraction of 0.3 -> 2; 0.1 -> 1; 1 -> 4, but 2 if backward is next
@@ -15,7 +15,8 @@ def num_offloaded_layers(fraction: float, num_layers: float, *, backward_is_next
 
 
 def num_resident_layers(num_offloaded: float, num_layers: float) -> float:
-    """Largest number of layers whose activations are on the device at a time.
+    """Largest number of layers whose activations are on the device at the same time.
+
     It is at least two if the chunk has two layers, because an offloaded layer is prefetched while backward computes the
     layer after it.
     """

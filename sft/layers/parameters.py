@@ -14,7 +14,7 @@ class LayerParameters:
 
     split     parameters that tp splits, without experts
     whole     parameters that every tensor-parallel rank holds
-    expert    parameters of one of num_experts experts
+    expert    parameters of one expert
     products  parameters in the matrices of `split` and `whole`: multiplications per token
     expert_products  parameters in the matrices of one expert
     state_products   multiplications per token with the state of linear attention

@@ -20,12 +20,12 @@ class RankShare:
     width: int = 2  # bytes of an element of a weight or activation
     is_fused: bool = True  # GPU kernels; False: CPU kernels, which save and copy more
     documents: float = 1.0  # documents of a pack
-    is_uneven: bool = False  # whether a flash kernel may compute them in several calls (sft/parallel/length_classes.py)
+    is_uneven: bool = False  # whether a flash kernel may take several calls for a pack (sft/parallel/length_classes.py)
     trees: TreeShare = TreeShare()  # trees of a pack
 
     @property
     def sequences(self) -> float:
-        """Sequences of an attention kernel: over cp, a rank has two chunks of a document."""
+        """The number of sequences in a pack for an attention kernel.  With cp, a rank has two chunks of a document."""
         return self.documents * (2 if self.cp > 1 else 1)
 
     def hidden(self, model: ModelConfig) -> float:

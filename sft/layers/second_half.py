@@ -55,8 +55,8 @@ class MlpBackward:
     def with_hidden(self, inside: float) -> float:
         """Bytes while backward computes the MLP, or a tile of it.  inside: bytes per token inside the MLP
 
-        The result also counts the gradient of the output, the gradient of the input where selective recomputes the MLP,
-        recomputed attention, and the largest gradient of a weight.
+        The result also counts the gradient of the output, recomputed attention, and the largest gradient of a weight.
+        With train.recompute = selective, it also counts the gradient of the input.
         """
         around = (2 if self.recompute == "selective" else 1) * self.hidden
         waits = self.recomputed_attention if self.repeats_layer else 0.0
@@ -88,7 +88,7 @@ class Mlp(ABC):
         return saved | self.saved_inside(rank)
 
     def residual(self, rank: RankShare) -> dict[str, float]:
-        """Bytes per token of the input of this half, if the half is not the first one of the layer, by name."""
+        """Bytes per token of the input of this half, by name, if the layer has a mixer before it."""
         return {RESIDUAL: rank.hidden(self.model)}
 
     @abstractmethod
@@ -104,7 +104,7 @@ class Mlp(ABC):
         """Bytes of recomputed activations and gradients while backward computes the MLP."""
 
     def replaced(self, work: MlpBackward) -> float:
-        """Bytes of saved tensors that gradients of `in_backward` overwrite or replace."""
+        """Bytes of saved tensors whose memory the gradients of `in_backward` take."""
         return 0.0
 
     @abstractmethod

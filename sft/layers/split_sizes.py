@@ -1,7 +1,4 @@
-"""Collects the sizes of a model that a layout splits, asked of its layers once.
-
-`alignment.misfits` divides them by the sizes of a layout.
-"""
+"""Collects the sizes of a model's layers that a layout divides.  `alignment.misfits` compares them with a layout."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

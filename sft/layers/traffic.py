@@ -14,7 +14,7 @@ class Passes:
     """The passes of a layer in a microbatch.
 
     num    number of passes that receive activations: forward, backward, and with recomputation one more
-    of_attention  number of passes that compute attention; recomputation may keep its results
+    of_attention  number of passes that compute attention; smaller than num if recomputation keeps its results
     width  bytes of an element of an activation; gradients of keys and values are summed in fp32
     """
 
@@ -43,7 +43,8 @@ class Traffic:
     def others(self, padded: "np.ndarray", cp_size: int, branches: "Branches | None" = None) -> "np.ndarray":
         """Bytes of messages other than `gathered`, per document, summed over the ranks of the group: float64 [n].
 
-        padded: padded lengths of the documents, int64 [n]; branches: of these documents
+        padded: padded lengths of the documents, int64 [n]
+        branches: how these documents continue each other; None: no document is a branch
         """
         return padded * 0.0
 
@@ -62,8 +63,8 @@ class HaloTraffic(Traffic):
 def halo_tokens(padded: "np.ndarray", window: int, cp_size: int, branches: "Branches | None" = None) -> "np.ndarray":
     """Number of halo tokens that all ranks of a group together receive for each document: int64 [n].
 
-    With branches, this is the most that they receive: a rank may hold tokens before a branch, or need them for several
-    branches, and then receives them once.
+    With branches, this is an upper bound: a rank may hold the tokens before a branch already, and it receives tokens
+    before several branches only once.
 
     12 tokens, window 3, cp_size 3 -> 8
     """

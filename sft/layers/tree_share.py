@@ -1,14 +1,15 @@
-"""The trees of an average pack, as far as the memory of a rank depends on them (sft/parallel/branches.py)."""
+"""Describes the trees (sft/parallel/branches.py) of an average pack by the numbers that memory depends on."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
 class TreeDocuments(NamedTuple):
-    """Documents of trees with about the same length.
+    """A group of documents of trees with about the same length.
 
-    number  how many an average pack has
-    depth   mean number of tokens before a document; 0: it has no parent
+    number  number of these documents in an average pack
+    length  mean number of tokens of a document
+    depth   mean number of tokens before a document; 0: the documents have no parents
     """
 
     number: float
@@ -20,8 +21,8 @@ class TreeDocuments(NamedTuple):
 class TreeShare:
     """The trees of an average pack.
 
-    documents  their documents; none: a pack has no trees
-    forks      number of places after which branches begin
+    documents  the documents of the trees, in groups; (): a pack has no trees
+    forks      number of different forks
     keys       number of tokens of parents to which branches attend
     """
 
@@ -48,7 +49,7 @@ class TreeShare:
         return replace(self, documents=documents, forks=factor * self.forks, keys=factor * self.keys)
 
     def halo(self, window: int, cp_size: int) -> float:
-        """The number of keys before the chunks of trees that a rank needs in a layer with a window (halo.py), at most.
+        """The most keys before the chunks of trees that a rank needs in a layer with a window (halo.py).
 
         3 branches of 40 tokens at depth 10, window 21 -> 3 x 10 with cp 1, 3 x (20 + 20) with cp 2
         """

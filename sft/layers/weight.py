@@ -52,7 +52,7 @@ class LayerWeight(NamedTuple):
 
     @property
     def is_linear(self) -> bool:
-        """Whether it is the weight of a Linear in transformers.  Routers are not Linears there."""
+        """Whether it is the weight of a Linear in transformers, where routers are no Linears."""
         return self.role == "matrix" and self.part != "router"
 
     @property
@@ -85,7 +85,7 @@ def has_output_norms(model: ModelConfig) -> bool:
 
 
 def has_gate(model: ModelConfig) -> bool:
-    """Whether MLPs and experts have a gate beside the projection up."""
+    """Whether MLPs and experts have a gate projection in addition to the up projection."""
     return model.activation != "relu2"
 
 

@@ -42,7 +42,7 @@ def aligned(length: Lengths, doc_multiple: int) -> Lengths:
 
 
 def pack_multiple(config: Config, cp_size: int | None = None) -> int:
-    """The length of every pack is a multiple of this number, because of doc_multiple, cp, sequence parallel and FP8.
+    """The number that must divide the length of every pack.  doc_multiple, cp, sequence parallel and FP8 decide it.
 
     cp_size: number of ranks that share the pack; None: parallel.cp
 
@@ -130,15 +130,15 @@ def _heads_by_chunks(config: Config, heads: Mapping[str, int]) -> Iterator[str]:
     if short := [f"{name} = {number}" for name, number in heads.items() if number % (tp * chunks)]:
         most = gcd(*heads.values()) // tp
         yield (
-            f"train.head_chunks = {chunks} divides a rank's key heads: parallel.tp {tp} x {chunks} = {tp * chunks} "
-            f"does not divide {', '.join(short)}.  Use null, or {_listing(iter(divisors(most)))}."
+            f"train.head_chunks = {chunks} cannot divide a rank's key heads: parallel.tp {tp} x {chunks} = "
+            f"{tp * chunks} does not divide {', '.join(short)}.  Use null, or {_listing(iter(divisors(most)))}."
         )
 
 
 def _heads_by_all_to_all(config: Config, heads: Mapping[str, int]) -> Iterator[str]:
-    """Yield a message if heads cannot be divided among ranks.
+    """Yield a message if the attention heads cannot be divided among the ranks of an all-to-all.
 
-    With cp_comm a2a these are all cp ranks, with a2a+p2p the cp ranks of one all-to-all group.
+    With cp_comm a2a, these ranks are all cp ranks.  With a2a+p2p, they are the cp_a2a ranks of one group.
     """
     parallel = config.parallel
     applies = config.attention.may_be_te(config.run.device)
@@ -156,7 +156,7 @@ def _heads_by_all_to_all(config: Config, heads: Mapping[str, int]) -> Iterator[s
 
 
 def _uneven_widths(config: Config, groups: Sequence[LayerGroup]) -> Iterator[str]:
-    """Yield one message about all widths that FP8 does not support.  Needs a tp that divides heads and MLP width."""
+    """Yield one message about all widths that FP8 does not support.  tp must divide the heads and the MLP width."""
     fp8, tp = config.run.fp8, config.parallel.tp
     multiple = FP8_WIDTHS[fp8]
     wrong = {name: width for name, width in _widths(config, groups, tp).items() if width % multiple}

@@ -1,15 +1,16 @@
-"""How documents of a pack continue each other, so that tokens which several of them begin with are stored once.
+"""Describes which documents of a pack continue which, so that tokens with which several texts begin are stored once.
 
 In numpy, without torch.  A document that continues another one is a branch.  Its parent is an earlier document of the
-pack, and its fork is the number of the parent's tokens that come before its own first token.  A token attends to its
-own document and to the tokens before the branch, and the depth of a document is the position of its first token:
+pack, and its fork is the number of the parent's tokens that come before the first token of the branch.  A token of a
+branch attends to tokens of the branch and to the tokens before the branch.  The depth of a document is the position of
+its first token:
 
     document 0          s0 s1 s2 s3 s4 s5 s6     no parent, depth 0
     document 1                   a0 a1 a2        parent 0, fork 3, depth 3: the text s0 s1 s2 a0 a1 a2
     document 2                      b0 b1        parent 1, fork 1, depth 4: the text s0 s1 s2 a0 b0 b1
 
 In every other respect a branch is a document: it is padded to data.doc_multiple, and context parallelism cuts it into
-2 * cp chunks.  So all ranks compute equally many (query, key) pairs of a branch, too.
+2 * cp chunks.  So each rank computes the same number of (query, key) pairs of a branch.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ import numpy as np
 
 
 class Ancestor(NamedTuple):
-    """The first `length` tokens of a document, which come before a branch.  depth: position of the first of them"""
+    """The first `length` tokens of a document, which come before a branch.  depth: position of the first token"""
 
     document: int
     length: int
@@ -30,7 +31,7 @@ class Ancestor(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Branches:
-    """The parents of all documents of a pack, in its order.
+    """The parents of all documents of a pack, in the order of the pack.
 
     parents  int64 [documents], index of each document's parent, which is lower; -1: it has none
     forks    int64 [documents], number of the parent's real tokens before the document, at least 1; 0: no parent
@@ -41,7 +42,7 @@ class Branches:
 
     @staticmethod
     def of(parents: Sequence[int] | np.ndarray, forks: Sequence[int] | np.ndarray) -> "Branches":
-        """Asserts that parents come before their branches, and that only branches have a fork."""
+        """Make Branches.  Asserts that parents come before their branches, and that only branches have a fork."""
         branches = Branches(np.asarray(parents, dtype=np.int64), np.asarray(forks, dtype=np.int64))
         is_branch, numbers = branches.parents >= 0, np.arange(len(branches.parents))
         assert branches.parents.shape == branches.forks.shape, "each document needs a parent and a fork"
@@ -67,16 +68,17 @@ class Branches:
         return is_branch | np.isin(np.arange(len(self)), self.parents[is_branch])
 
     def cuts(self, padded: np.ndarray, chunks: int) -> np.ndarray:
-        """int64 [documents], number of places inside of a document's equal chunks where branches begin.
+        """int64 [documents], number of different forks of a document that are not at an end of one of its chunks.
 
         padded: padded lengths of the documents, each a multiple of `chunks`
+        chunks: number of equal chunks of each document
         """
         ends = np.unique(np.stack([self.parents, self.forks], axis=1)[self.parents >= 0], axis=0)
         parents, forks = ends[ends[:, 1] % (padded[ends[:, 0]] // chunks) != 0].T
         return np.bincount(parents, minlength=len(self))
 
     def path(self, document: int) -> list[Ancestor]:
-        """The tokens before a document, from the first one on.  Document 2 of the example -> (0, 3, 0), (1, 1, 3)"""
+        """The ancestors of a document, the oldest first.  Document 2 of the example -> (0, 3, 0), (1, 1, 3)"""
         pieces: list[Ancestor] = []
         while self.parents[document] >= 0:
             parent, fork = int(self.parents[document]), int(self.forks[document])

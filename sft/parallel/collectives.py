@@ -1,8 +1,8 @@
 """Collectives over all ranks for decisions and small values in CPU memory.
 
-If the function that a caller passes raises an error on one rank, every rank raises, so no rank waits for a failed one.
-Gradients, losses and activations do not use these collectives.  Callers pass the gloo group of all ranks
-(`Position.control`): over NCCL, a message about a file would wait for the work of the GPU.
+If the function that a caller passes raises an error on one rank, every rank raises an error, so no rank waits for a
+rank that failed.  Gradients, losses and activations do not use these collectives.  Callers pass the gloo group of all
+ranks (`Position.control`): over NCCL, a message about a file would wait for the work of the GPU.
 
 torch's own collectives for objects send pickles, which run code in the receiver.  The collectives of this module send
 messages (messages.py).  A rank checks how many bytes it will receive before it allocates memory for them.  ConfigError
@@ -21,13 +21,13 @@ from sft.parallel import messages, tensor_messages  # noqa: F401 - registers ten
 T = TypeVar("T")
 R = TypeVar("R")
 
-MAX_BYTES = 4 << 30  # most bytes that a rank receives in one collective, from all ranks together
+MAX_BYTES = 4 << 30  # the most bytes that a rank receives in one collective, summed over all senders
 
 
 def broadcast_from_rank0(decide: Callable[[], T], group: dist.ProcessGroup) -> T:
-    """Rank 0 calls `decide`, and every rank returns the result or raises rank 0's error.  Collective.
+    """Call `decide` on rank 0.  Every rank returns its result, or raises its error.  Collective.
 
-    Used for decisions about files, because another node may see a file later than rank 0.
+    Callers use it for decisions about files, because another node may see a file later than rank 0.
     `group` holds all ranks.
     """
     if dist.get_rank() == 0:
@@ -42,9 +42,9 @@ def broadcast_from_rank0(decide: Callable[[], T], group: dist.ProcessGroup) -> T
 
 
 def all_gather_objects(make: Callable[[], T], group: dist.ProcessGroup) -> list[T]:
-    """Every rank calls `make`, and every rank returns all results in order of rank.  Collective.
+    """Call `make` on every rank, and return the results of all ranks in order of rank.  Collective.
 
-    If `make` raises on one rank, every rank raises.  `group` holds all ranks.
+    If `make` raises an error on one rank, every rank raises an error.  `group` holds all ranks.
     """
     _, error, message = _attempt(make)
     gathered = all_gather_bytes(message, group)
@@ -54,9 +54,9 @@ def all_gather_objects(make: Callable[[], T], group: dist.ProcessGroup) -> list[
 
 
 def through_rank0(make: Callable[[], T], decide: Callable[[list[T]], Sequence[R]], group: dist.ProcessGroup) -> R:
-    """Every rank calls `make`, rank 0 calls `decide` with all results, and rank i returns the i-th of its answers.
+    """Call `make` on every rank, then `decide` on rank 0 with all results.  Rank i returns the i-th item of `decide`.
 
-    Collective.  If `make` or `decide` raises on one rank, every rank raises.  `group` holds all ranks.
+    Collective.  If `make` or `decide` raises an error on one rank, every rank raises one.  `group` holds all ranks.
     """
     _, error, message = _attempt(make)
     gathered = _gather(message, group)
@@ -77,7 +77,7 @@ def through_rank0(make: Callable[[], T], decide: Callable[[list[T]], Sequence[R]
 
 
 def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
-    """The maximum over all ranks, element by element.  Collective; takes a third of a millisecond on one machine.
+    """The maximum over all ranks, element by element.  Collective; takes about 0.3 ms among ranks of one machine.
 
     rank 0 gives [0, 7], rank 1 gives [1, 3] -> [1, 7]
     """
@@ -129,7 +129,7 @@ def _sizes_of_all(message: bytes, group: dist.ProcessGroup) -> list[int]:
 
 
 def _checked(sizes: list[int]) -> list[int]:
-    """Return the announced sizes of messages.  Raises ConfigError if one is not above 0, or is too large."""
+    """Return `sizes`, the announced sizes of messages.  Raises ConfigError if a size is 0, negative or too large."""
     for rank, size in enumerate(sizes):
         if not 0 < size <= MAX_BYTES // len(sizes):
             raise ConfigError(_stranger(rank, f"announced a message of {size:,} bytes"))
@@ -149,7 +149,7 @@ def _bytes(buffer: torch.Tensor, size: int) -> bytes:
 
 
 def _attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None, bytes]:
-    """The result of `make`, or the error that it raised, and the message that reports this to the other ranks."""
+    """The result of `make` or None, the error that it raised or None, and the message with the result or the error."""
     try:
         result = make()
         return result, None, messages.encode({"value": result})
@@ -158,7 +158,7 @@ def _attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None, bytes]:
 
 
 def _received(message: bytes, rank: int) -> Any:
-    """The result that `rank` sent.  If it sent an error, raises that error; if it sent anything else, ConfigError."""
+    """The result that `rank` sent.  Raises the error that `rank` sent, or ConfigError if it sent anything else."""
     try:
         content = messages.decode(message)
         if isinstance(content, dict) and list(content) == ["value"]:
@@ -173,6 +173,6 @@ def _received(message: bytes, rank: int) -> Any:
 
 def _stranger(rank: int, act: str) -> str:
     return (
-        f"rank {rank} {act}.  Nothing of it was run.  All ranks must run the same version of sft.  If they do, "
+        f"rank {rank} {act}.  The message was not used.  All ranks must run the same version of sft.  If they do, "
         "another program has connected as a rank: let only the nodes of the run reach MASTER_PORT and each other."
     )

@@ -13,9 +13,9 @@ pairs:
     rank 0    a0 a1             a6 a7 | b0       b3    -> a0 a1 a6 a7 b0 b3
     rank 1          a2 a3 a4 a5       |    b1 b2       -> a2 a3 a4 a5 b1 b2
 
-A rank holds the documents in order, and of each document first the early chunk, then the late one.  Transformer Engine
-and the backends in sft/mcore/attention expect packed (THD) input in this order.  Megatron-core and zigzag ring
-attention (Zhu, 2024) assign tokens in the same way.
+A rank holds its parts of the documents in the order of the pack: of each document, the early chunk and then the late
+chunk.  Transformer Engine and the backends in sft/mcore/attention expect packed (THD) input in this order.
+Megatron-core and zigzag ring attention (Zhu, 2024) assign tokens in the same way.
 
 `cu_seqlens` are the padded boundaries of the whole pack (see `batch.Pack`).  With cp > 1, the number of tokens of every
 document is a multiple of 2 * cp.  Documents may be empty.

@@ -1,16 +1,17 @@
-"""Computes the bytes that ranks that share a pack receive from each other, from the lengths of the pack's documents.
+"""Computes how many bytes the ranks that share a pack receive from each other, from the lengths of its documents.
 
 The bytes of a document are summed over layers.  The files of sft/layers/mixers give the bytes of a layer:
 
     full attention      In forward and in backward, a rank receives the keys and values of (cp_size - 1) / cp_size of
-                        the document; in backward also as many gradients in fp32.  In latent attention, latents replace
-                        keys and values if they have fewer elements
-    window attention    Keys, values and gradients as above, but only of the tokens in halos (`halo_tokens`)
-    linear attention,   Tokens of short documents, maps and states of long ones and of trees, halos of the convolution
-    Mamba-2
+                        the document.  In backward it also receives their gradients in fp32.  In latent attention,
+                        latents replace keys and values if they have fewer elements
+    window attention    The same for the tokens in halos (`halo_tokens`) instead of the whole document
+    linear attention,   The tokens of short documents, the maps and states of long documents and of trees, and the
+    Mamba-2             halos of the convolution
 
-With train.recompute = full, forward runs twice; with attention_kept, all of it but attention.  With selective, linear
-attention and Mamba-2 run twice, and nothing else that sends over cp.
+With train.recompute = full, the forward pass of a layer runs twice, and so do its messages.  With attention_kept, the
+messages of attention are sent once in forward, and all others twice.  With selective, only the messages of linear
+attention and Mamba-2 are sent twice.
 
 Bytes outside of layers, such as metrics and gradients of weights, are not counted.
 """
@@ -30,11 +31,12 @@ from sft.parallel.branches import Branches
 
 @dataclass(frozen=True, kw_only=True)
 class CpBytes:
-    """The bytes that are sent over cp for a microbatch, on one tp rank and an average pipeline stage.
+    """The bytes that are sent over cp for a microbatch, for one tp rank and a pipeline stage with the mean number of
+    layers.
 
-    kv_bytes      bytes of keys, values and their gradients per token that each other rank receives, over all layers of
-                  the stage
-    others        kinds of layers that send other messages: (number of such layers per stage, bytes of one layer)
+    kv_bytes      bytes of keys, values and their gradients that each other rank receives for a token, summed over the
+                  layers of the stage
+    others        for each kind of layer with other messages: (number of such layers per stage, `Traffic` of one layer)
     """
 
     kv_bytes: float = 0.0
@@ -42,10 +44,11 @@ class CpBytes:
 
     @staticmethod
     def of(config: Config) -> "CpBytes":
-        """The bytes of a recipe.
+        """The bytes that a recipe sends.
 
-        Llama 8B in bf16 on tp 2: a token has 4 x 2 x 128 elements of keys and values on a rank in each of 32 layers.
-        They are sent twice in bf16, and their gradients once in fp32 -> kv_bytes = 1,024 x 32 x 8 = 262,144
+        Llama 8B in bf16 on tp 2: in each of 32 layers, a rank has 4 key heads x 2 (key, value) x 128 = 1,024 elements
+        of a token.  They are sent twice in bf16 (2 + 2 bytes), and their gradients once in fp32 (4 bytes).
+        -> kv_bytes = 1,024 x 32 x 8 = 262,144
         """
         layers = [
             (len(group.numbers) / config.parallel.pp, group.mixer.traffic(config, passes(config, group.mixer)))
@@ -67,16 +70,18 @@ class CpBytes:
         return np.rint(self.document_bytes(padded, cp_size)).astype(np.int64)
 
     def document_bytes(self, padded: np.ndarray, cp_size: int, branches: Branches | None = None) -> np.ndarray:
-        """The bytes of documents with these padded lengths, not rounded: float64 [n].  branches: of these documents
+        """The bytes of documents with these padded lengths, not rounded: float64 [n].
 
         The number of layers is the mean over pipeline stages, so it may be a fraction.
+
+        branches: how these documents continue each other; None: no document is a branch
         """
         if cp_size == 1:
             return np.zeros(len(padded))
         return self.kv_bytes * padded * (cp_size - 1) + self.other_than_keys(padded, cp_size, branches)
 
     def other_than_keys(self, padded: np.ndarray, cp_size: int, branches: Branches | None = None) -> np.ndarray:
-        """Bytes of halos and of linear attention of each document, over all ranks of the group: float64 [n]."""
+        """The bytes of each document without keys and values of full attention, over all ranks: float64 [n]."""
         total = np.zeros(len(padded))
         for number, traffic in self.others:
             total += number * traffic.others(padded, cp_size, branches)
@@ -84,7 +89,7 @@ class CpBytes:
 
 
 def passes(config: Config, mixer: Mixer) -> Passes:
-    """The passes of a layer with this mixer, by train.recompute."""
+    """How often a layer with this mixer is computed in a step with train.recompute, and the bytes of an element."""
     train = config.train
     repeats_mixer = mixer.is_recomputed and train.recompute == "selective"
     return Passes(

@@ -15,8 +15,9 @@ tokens:
     rank 0 computes tokens  0..15 and 48..63 of the first document, and the third document
     rank 1 computes tokens 16..31 and 32..47 of the first document, and the second document
 
-The state before a branch (`branches`) is that of its parent after the tokens before the fork.  So documents are also
-cut at the forks of their branches, and the fragments of all documents of a tree are linked, also those of short ones:
+A branch (`branches`) begins with the state of its parent at the fork.  So documents are also cut at the forks of their
+branches.  Fragments of long documents and of all documents of a tree are linked: a linked fragment begins with the
+state after another fragment.
 
     documents of 10 and 4 tokens, cp 1, the second is a branch of the first with fork 3
     fragments    0: tokens 0..2    1: tokens 3..9    2: the branch        1 and 2 start with the state after 0
@@ -51,13 +52,12 @@ class Relayout:
 
 @dataclass(frozen=True, kw_only=True)
 class FragmentLinks:
-    """The linked fragments of a pack, whose states pass to others: first those of rank 0 in its order, then of rank 1,
-    ...
+    """The linked fragments of a pack: first those of rank 0 in the order of rank 0, then those of rank 1, ...
 
     counts        number of linked fragments of each rank
-    predecessors  int64, for each fragment the index of the fragment whose last state is its first state: the one before
-                  it in its document, or for a branch's first one the fragment of the parent that ends at the fork.
-                  -1: the first state is zero
+    predecessors  int64, for each fragment the index of its predecessor, whose last state is the first state of the
+                  fragment.  The predecessor is the fragment before it in its document.  The first fragment of a branch
+                  has as predecessor the fragment of the parent that ends at the fork.  -1: the first state is zero
     """
 
     counts: list[int]
@@ -69,11 +69,12 @@ class FragmentPlan:
     """The fragments of one rank in one microbatch.  Empty documents have no fragments.
 
     boundaries  int64 [fragments + 1], boundaries among the tokens that this rank computes.  The fragments of long
-                documents come first, the early chunk of a document before its late one.  Then come the short documents
-                of this rank, first those of trees.  With cp 1, all documents are short
+                documents come first, the early chunk of a document before its late chunk.  Then come the short
+                documents of this rank, first those of trees.  With cp 1, all documents are short
     num_linked  number of this rank's linked fragments, which come first.  Other fragments start with the state zero
-    links       the linked fragments of all ranks: those of long documents and of trees
-    relayout    None: this rank computes its local tokens in their order.  With cp 1, a relayout sends nothing
+    links       the linked fragments of all ranks
+    relayout    how this rank gets the tokens that it computes.  None: it computes its local tokens in their order.
+                With cp 1, a relayout only changes the order of tokens
     """
 
     boundaries: np.ndarray
@@ -151,7 +152,10 @@ class _Edges:
         return _Edges(starts=starts, forks=np.unique(before[before >= 0]), before=before)
 
     def cut(self, first: np.ndarray, length: np.ndarray) -> np.ndarray:
-        """The start and the end of each fragment of these runs of tokens: int64 [fragments, 2]."""
+        """Cut runs of tokens at forks.  Returns the start and the end of each fragment: int64 [fragments, 2].
+
+        first, length: int64 [runs], the position of each run's first token, and its number of tokens
+        """
         after, stop = np.searchsorted(self.forks, first, side="right"), np.searchsorted(self.forks, first + length)
         starts = np.cumsum(stop - after + 1) - (stop - after + 1)  # index of each run's first fragment
         is_first = np.isin(np.arange(len(first) + (stop - after).sum()), starts)
@@ -164,7 +168,8 @@ class _Edges:
     def predecessors(self, fragments: np.ndarray) -> np.ndarray:
         """`FragmentLinks.predecessors` of all linked fragments of a pack, given by their starts and ends."""
         begin, end = fragments.T
-        document = np.searchsorted(self.starts, begin, side="right") - 1  # an empty one is before those with tokens
+        # An empty document has the same start as the next one; side="right" finds the document that has tokens.
+        document = np.searchsorted(self.starts, begin, side="right") - 1
         wanted = np.where(begin == self.starts[document], self.before[document], begin)
         order = np.argsort(end)
         numbers = order[np.searchsorted(end, wanted, sorter=order)]
@@ -173,7 +178,10 @@ class _Edges:
 
 
 def _long_chunks(starts: np.ndarray, chunk: np.ndarray, cp_size: int, cp_rank: int) -> np.ndarray:
-    """Positions in the pack of a rank's chunks of long documents, the early one of a document before its late one."""
+    """The start in the pack of a rank's two chunks of each long document, the early chunk first: int64 [2 * documents].
+
+    starts, chunk: int64 [documents], the start of each long document, and the length of its chunks
+    """
     return np.stack([starts + cp_rank * chunk, starts + (2 * cp_size - 1 - cp_rank) * chunk], axis=1).ravel()
 
 
@@ -184,7 +192,7 @@ def owners(lengths: np.ndarray, cp_size: int) -> np.ndarray:
 
     lengths 8, 16, 8, 4, cp 2 -> ranks 1, 0, 1, 0
     """
-    ranks = [(0, rank) for rank in range(cp_size)]  # tokens so far
+    ranks = [(0, rank) for rank in range(cp_size)]  # (tokens so far, rank)
     owner = np.zeros(len(lengths), dtype=np.int64)
     for document in np.argsort(-lengths, kind="stable").tolist():
         num_tokens, owner[document] = ranks[0]

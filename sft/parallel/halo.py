@@ -5,7 +5,7 @@ A token attends to itself and to the `window` - 1 tokens before it in its docume
 
     one document of 12 tokens, cp = 3, window 3        tokens of chunks   0 1 | 2 3 | 4 5 | 6 7 | 8 9 | 10 11
                                                        on rank              0     1     2     2     1      0
-    rank 0 receives the keys of tokens 8 9, rank 1 those of 0 1 and 6 7, rank 2 those of 2 3
+    rank 0 receives the keys of tokens 8 9, rank 1 the keys of 0 1 and 6 7, rank 2 the keys of 2 3
 
 The tokens before a branch (branches.py) may lie in several documents.  Then its halo has a run of tokens in each:
 
@@ -46,7 +46,10 @@ class Halo:
 
     @staticmethod
     def of(cu_seqlens: np.ndarray, window: int, cp_size: int, cp_rank: int, branches: Branches | None = None) -> "Halo":
-        """cu_seqlens: padded boundaries of the documents of the whole pack.  With cp_size 1, nothing is exchanged"""
+        """The halo of one rank.  With cp_size 1, no token is sent, and `key_order` only adds the keys before branches.
+
+        cu_seqlens: padded boundaries of the documents of the whole pack
+        """
         ranks = [_Needs.of(cu_seqlens, window, cp_size, rank, branches) for rank in range(cp_size)]
         own, others = ranks[cp_rank], range(cp_size)
         none = np.empty(0, dtype=np.int64)
@@ -71,13 +74,14 @@ class Halo:
 
 @dataclass(frozen=True)
 class _Needs:
-    """The chunks of one rank in each document, and for each chunk the runs of keys before it.
+    """The chunks of one rank in each document, and for each chunk the runs of keys before it that it needs.
 
     Starts and stops (exclusive) of chunks and of runs are positions in the pack.
 
     chunk_starts, chunk_stops  int64 [documents, chunks of a document]
     documents, starts, stops   int64 [generations, documents, chunks of a document]: the document of each run, its start
-                               and stop.  The last generation is the chunk's own document, the one before its parent
+                               and stop.  The last generation is the document of the chunk, the generation before it
+                               is the parent of this document, and so on
     """
 
     chunk_starts: np.ndarray
@@ -110,7 +114,7 @@ class _Needs:
         return _Needs(chunk_starts, chunk_stops, documents, starts, stops)
 
     def held_by(self, other: "_Needs") -> np.ndarray:
-        """Positions in the pack of the needed keys that `other` holds, in order: int64."""
+        """Positions in the pack of the keys that this rank needs and `other` holds, ascending: int64."""
         order = np.argsort(self.starts, axis=None, kind="stable")
         documents, first, last = (x.ravel()[order] for x in (self.documents, self.starts, self.stops))
         first[1:] = np.maximum(first[1:], np.maximum.accumulate(last)[:-1])  # each key once

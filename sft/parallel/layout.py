@@ -15,8 +15,8 @@ from sft.layers.rank_share import FP32, RankShare
 from sft.parallel.alignment import FP8_TOKENS, misfits, pack_multiple, smallest_world
 from sft.parallel.cp_group import cp_sizes
 
-# Elements.  Each weight, and the shard of each rank, begins at a multiple of this in a flat buffer of sharded weights.
-# Kernels read weights in vectors of up to 16 bytes, and core aligns its buffers as well.
+# In a flat buffer of sharded weights, each weight and the shard of each rank begin at a multiple of this number of
+# elements.  Kernels read weights in vectors of up to 16 bytes, and core aligns its buffers in the same way.
 SHARD_ALIGNMENT = 64
 
 
@@ -59,7 +59,8 @@ class Layout:
 
     @property
     def expert_shard_ranks(self) -> int:
-        """The number of ranks over which an expert is divided: the largest up to shard_size that divides its copies.
+        """The number of ranks over which an expert is divided: the largest number up to shard_size that divides the
+        number of copies of the expert.
 
         shard_size 4; experts with 8 copies -> 4, with 2 copies -> 2, with 6 copies -> 3
         """
@@ -70,7 +71,7 @@ class Layout:
     def resolve(config: Config, world_size: int) -> "Layout":
         """The layout of `config` on `world_size` processes.
 
-        Raises ConfigError that lists every reason why the layout does not fit, with values that would fit.
+        Raises a ConfigError that lists every reason why the layout does not fit, with values that would fit.
 
             world_size = 8, tp = 2, cp = 2, pp = 1, global_batch_size = 16
             -> dp = 2, num_microbatches = 8

@@ -4,12 +4,14 @@ from math import lcm
 
 from sft.config import Config
 
-ALL_RANKS = 1 << 30  # as a number of ranks: all ranks of the grid
+ALL_RANKS = 1 << 30  # a number larger than any number of ranks; stands for all ranks of the dp x cp grid
 
 
 def meeting_ranks(config: Config) -> int:
-    """The number of consecutive ranks of the dp x cp grid that wait for each other in every microbatch; 1: only the
-    ranks of a group of context parallelism do.  More than the grid has means all ranks.
+    """The number of consecutive ranks of the dp x cp grid that wait for each other in every microbatch.
+
+    1 means that only the ranks that share a pack wait for each other.  A number above the size of the grid means that
+    all its ranks wait for each other.
 
     cp 2, ep 8 -> 8        cp 2, weights sharded over dp x cp -> ALL_RANKS, rounded up        cp 4, pp 2 -> 4
     """
@@ -20,7 +22,7 @@ def meeting_ranks(config: Config) -> int:
         ranks = -(-max(ranks, groups) // parallel.cp) * parallel.cp
     if parallel.shards_gradients:  # the ranks of a shard group meet in each layer
         size = parallel.shard_size or ALL_RANKS
-        if config.model.moe.num_experts is not None:  # that of an expert has every (ep x etp)-th rank
+        if config.model.moe.num_experts is not None:  # the shard group of an expert has every (ep x etp)-th rank
             size = max(size, -(-size * parallel.ep * parallel.etp // parallel.tp))
         ranks = lcm(ranks, -(-size // parallel.cp) * parallel.cp)
     return ranks

@@ -2,8 +2,8 @@
 
 A pickle can run any command as the user who reads it, so no message of this project holds one.  null, booleans,
 numbers, strings, and dicts whose keys are strings are sent as JSON values.  Every other value is a JSON array that
-begins with the name of its class.  A class must be registered, else its objects are not sent.  All ranks run the same
-code, so all of them have the same registered classes.
+begins with the name of its class.  Objects of a class can only be sent if the class is registered.  All ranks run the
+same code, so all ranks have the same registered classes.
 
 [3, Path("a")]  ->  ["list", 3, ["PosixPath", "a"]]
 """
@@ -38,7 +38,7 @@ _by_name: dict[str, _Kind] = {}
 
 
 def encode(value: Any) -> bytes:
-    """The message of `value`.  Raises TypeError if it holds a value of a class that is not registered."""
+    """The message of `value`.  Raises TypeError if `value` holds an object of a class that is not registered."""
     return json.dumps(_node(value), separators=(",", ":")).encode("ascii")
 
 
@@ -54,7 +54,8 @@ def decode(message: bytes) -> Any:
 def register(kind: type, parts: Callable[[Any], list[Any]], value: Callable[[list[Any]], Any]) -> None:
     """Allow objects of exactly the class `kind` in messages.
 
-    parts  object -> the values from which `value` makes an equal object.  They may be of any registered class
+    parts  object -> a list of values of registered classes
+    value  this list -> an equal object
     """
     assert kind.__name__ not in _by_name or kind in _by_class, f"two classes {kind.__name__} would be sent"
     _by_class[kind] = _by_name[kind.__name__] = _Kind(kind.__name__, parts, value)
@@ -77,9 +78,9 @@ def message(kind: C) -> C:
 
 
 def error_message(error: Exception, rank: int) -> list[Any]:
-    """The parts of `error` that are sent to other ranks, which raise it (`to_error`).
+    """The parts of `error` that are sent to other ranks.  The other ranks raise it again (`to_error`).
 
-    An error that is neither an SftError nor an OSError is a bug: its text and `rank` are sent.
+    An error that is neither an SftError nor an OSError is a bug.  Of a bug, class, text and `rank` are sent.
     """
     if isinstance(error, SftError):
         names = [kind.__name__ for kind in type(error).__mro__ if issubclass(kind, SftError)]
@@ -93,8 +94,8 @@ def error_message(error: Exception, rank: int) -> list[Any]:
 
 
 def to_error(sent: list[Any]) -> Exception:
-    """The error that `error_message` described.  Its class is the original class, or the nearest base class that this
-    process has imported.
+    """The error from which `error_message` made `sent`.  An SftError has its original class, or the nearest base class
+    that this process has imported.  A bug becomes a RuntimeError.
 
     Raises InvalidMessage if `sent` describes no error.
     """
@@ -108,7 +109,7 @@ def to_error(sent: list[Any]) -> Exception:
             return OSError(number, text, filename, None, filename2)
         case ["bug", str(text)]:
             return RuntimeError(text)
-    raise InvalidMessage(f"an error that is none: {sent!r:.100}")
+    raise InvalidMessage(f"not the description of an error: {sent!r:.100}")
 
 
 def _errors(base: type[SftError]) -> Iterator[type[SftError]]:

@@ -1,8 +1,9 @@
 """Divides attention of branches to their parents into calls of a kernel without a mask.  Without torch.
 
-A kernel for packed sequences computes sequences: each has queries, which attend to all keys of the sequence.  Sequences
-of one call have no common query and no common key.  But branches of a document attend to different numbers of its
-tokens (`branches.py`), which form a staircase.  This module divides it into rectangles, each of which is a sequence:
+In one call, a kernel for packed sequences computes several sequences.  All queries of a sequence attend to all its
+keys, and sequences of one call have no common query and no common key.  But branches of a document attend to different
+numbers of its tokens (`branches.py`).  These (query, key) pairs form a staircase.  This module divides the staircase
+into rectangles, and each rectangle is a sequence:
 
     forks 1, 3 and 6 of a document, each with one branch         keys    0   1 2   3 4 5
                                                                  fork 1  b
@@ -11,9 +12,10 @@ tokens (`branches.py`), which form a staircase.  This module divides it into rec
     call 1 has the rectangle a, call 2 has both rectangles b
 
 With m different forks, the keys between two forks are m blocks.  The upper half of the forks attends to the lower half
-of the blocks in one rectangle, and both halves are divided alike.  So a document takes ceil(log2(m + 1)) calls.
-Rectangles of documents without common branches are in the same calls.  The number of calls is the sum over generations
-of the largest number for a document of this generation; documents without parent are the first generation.
+of the blocks in one rectangle, and both halves are divided in the same way.  So a document takes ceil(log2(m + 1))
+calls.  Rectangles of documents that have no common branch are in the same calls.  Documents without a parent are the
+first generation, their branches the second, and so on.  A generation takes as many calls as its document with the most
+calls, and the generations take calls one after the other.
 """
 
 from collections import defaultdict
@@ -33,11 +35,11 @@ class Rectangle(NamedTuple):
 
 
 def rectangles(branches: Branches) -> list[list[Rectangle]]:
-    """The rectangles of each call.  Each pair of a document and a token before it is in exactly one rectangle.
+    """The rectangles of each call.  Each pair of a branch and a token before it is in exactly one rectangle.
 
     parents -1 0 0 0, forks 0 1 3 6 -> [((2, 3), 0, 0, 3)], then [((1,), 0, 0, 1), ((3,), 0, 3, 6)]
     """
-    generations: list[dict[int, dict[int, list[int]]]] = []  # of each: parent, fork -> the documents behind the fork
+    generations: list[dict[int, dict[int, list[int]]]] = []  # generation -> parent -> fork -> branches at the fork
     for document in range(len(branches)):
         for generation, piece in enumerate(branches.path(document)):
             if generation == len(generations):
@@ -55,9 +57,9 @@ def rectangles(branches: Branches) -> list[list[Rectangle]]:
 
 
 def _halved(parent: int, stairs: list[tuple[int, list[int]]], level: int) -> Iterator[tuple[int, Rectangle]]:
-    """The rectangles of the stairs, with their levels.  stairs: forks in order, and the documents behind each
+    """Yield the rectangles of the stairs, each with its level.  Rectangles of one level are in the same call.
 
-    The keys below the first fork are not part of the stairs.
+    stairs: (fork, branches at the fork), ascending.  Keys before the first fork are not part of the stairs
     """
     if len(stairs) == 1:
         return

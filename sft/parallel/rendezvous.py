@@ -1,7 +1,8 @@
 """Joins the processes of a run, and chooses the network interface over which gloo and NCCL connect its nodes.
 
-By default, gloo takes the address to which the node's own hostname resolves.  On Debian and Ubuntu that is often
-127.0.1.1, which no other node can reach.  Here, a node takes the interface of its route to another node of the run.
+By default, gloo takes the address to which the node's own hostname resolves.  On Debian and Ubuntu, this address is
+often 127.0.1.1, which no other node can reach.  With this module, a node takes the interface of its route to another
+node of the run.
 """
 
 import datetime
@@ -22,11 +23,11 @@ GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 INTERFACES = (NCCL, GLOO)
 LOOPBACK = "127.0.0.1"
 _KEY = "sft/address of the second node"
-_ANY_PORT = 9  # connecting a UDP socket sends nothing
+_ANY_PORT = 9  # any port would do: connecting a UDP socket sends nothing
 
 
 def join(backend: str, *, timeout_s: int, store: dist.Store | None = None) -> None:
-    """Join the process group that torchrun describes in the environment; without torchrun, a group of this process.
+    """Join the process group that torchrun describes in the environment.  Without torchrun, the group has one process.
 
     store  connects all ranks; a process that joins a second time needs a new store
     """
@@ -46,11 +47,11 @@ def meeting() -> Iterator[None]:
         yield
     except dist.DistStoreError as error:
         raise PeerError(
-            f"rank {os.environ.get('RANK', '0')} waits in vain for another rank while the run starts "
-            f"({str(error).splitlines()[0]}).  The other rank has ended, and its own output says why, or its machine "
-            "cannot be reached.  Start the run again when this is mended."
+            f"rank {os.environ.get('RANK', '0')} waited in vain for another rank while the run started "
+            f"({str(error).splitlines()[0]}).  Either the other rank has ended, and its own output says why, or its "
+            "machine cannot be reached.  Start the run again when this is mended."
         ) from error
-    except RuntimeError as error:  # gloo's
+    except RuntimeError as error:  # the error of gloo
         if "Too many open files" not in str(error):
             raise
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -97,7 +98,7 @@ def choose_interface(store: dist.Store) -> None:
     rank, ranks_per_node = int(os.environ["RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if int(os.environ["WORLD_SIZE"]) <= ranks_per_node:
         return
-    # The first node holds MASTER_ADDR, which may be a loopback address there.  So it takes the route to the second.
+    # On the first node, MASTER_ADDR may be a loopback address.  So the first node takes the route to the second node.
     other = store.get(_KEY).decode() if rank < ranks_per_node else os.environ["MASTER_ADDR"]
     address = _address_towards(other)
     if rank == ranks_per_node:

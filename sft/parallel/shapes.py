@@ -1,7 +1,7 @@
 """The sizes of samples that plans read: tokens, padded tokens, and the cost of attention.
 
-Most corpora have samples of one document, and plans read an array of lengths.  A sample with a tree has several
-documents.  Each is padded by itself, and the tokens of a branch attend to those before it, too.
+Most corpora have samples of one document, and plans read an array of lengths.  A sample that is a tree has several
+documents.  Each document is padded by itself, and the tokens of a branch also attend to the tokens before the branch.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from sft.parallel.context_parallel import runs
 
 @dataclass(frozen=True, eq=False)
 class Shapes:
-    """Samples whose documents may be branches.  As an array, it is the number of tokens of each sample, int64 [n].
+    """Samples whose documents may be branches.  np.asarray(shapes): the number of tokens of each sample, int64 [n].
 
     starts   int64 [n + 1], index of each sample's first document
     lengths  int64 [documents], number of tokens
@@ -44,7 +44,10 @@ class Shapes:
 
     @cached_property
     def branches(self) -> Branches:
-        """The documents of all samples, as if each branch began in the first document of its sample, at its depth."""
+        """Branches of all documents.  A branch gets the first document of its sample as parent, and its depth as fork.
+
+        So depths are correct, and parents of branches of branches are not.
+        """
         first = np.repeat(self.starts[:-1], np.diff(self.starts))
         return Branches(np.where(self.depths > 0, first, -1), np.asarray(self.depths, dtype=np.int64))
 
@@ -57,7 +60,7 @@ SampleSizes = Union[np.ndarray, Shapes]  # an array: the lengths of samples of o
 
 
 def longest(samples: SampleSizes) -> int:
-    """The number of tokens of the longest text: lengths 33, and 7 after the first 20 tokens -> 33"""
+    """The number of tokens of the longest text.  A trunk of 33 tokens and a branch of 7 with depth 20 -> 33"""
     if isinstance(samples, Shapes):
         return int((samples.lengths + samples.depths).max())
     return int(np.asarray(samples).max())
@@ -66,7 +69,7 @@ def longest(samples: SampleSizes) -> int:
 def padded(samples: SampleSizes, doc_multiple: int) -> np.ndarray:
     """int64 [n]: number of tokens of each sample in a pack, with the padding of its documents.
 
-    lengths 33 and 7 of one document each, doc_multiple 32 -> 64 32; both of one tree -> 96
+    two samples of 33 and 7 tokens, doc_multiple 32 -> 64, 32        one tree with documents of 33 and 7 tokens -> 96
     """
     if isinstance(samples, Shapes):
         return samples.sums(aligned(samples.lengths, doc_multiple))

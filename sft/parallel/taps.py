@@ -1,10 +1,10 @@
 """Finds the earlier tokens that a causal convolution reads at the first tokens of a chunk.  In numpy, without torch.
 
 Output t of a convolution with n taps reads the tokens t, t - 1, ..., t - n + 1 of its document.  Inside a chunk these
-tokens are the rows before row t.  The edges of a chunk are its first n - 1 rows.  At an edge, some of these tokens are
+tokens are the rows before row t.  The edges of a chunk are its first n - 1 rows.  At an edge, some of the tokens are
 not in the chunk.  They are earlier in the document, on this or another rank (the halo of `sft/parallel/halo.py` with
-window n); before a branch (`branches`), they are in its ancestors.  If a document without parent begins there, they do
-not exist.
+window n).  Before a branch (`branches`), they are in its ancestors.  Before a document without a parent, they do not
+exist, and the convolution takes zeros.
 
     documents of 4 and 2 tokens, one rank, 3 taps       rows 0 1 2 3 | 4 5        edges 0, 4, 1, 5
     shift 1   row 1 reads row 0, row 5 reads row 4
@@ -26,7 +26,7 @@ class Taps:
 
     boundaries  int64 [chunks + 1], boundaries of the chunks that have tokens among the local rows
     edges     int64, the local rows that are among the first n - 1 rows of their chunk
-    rows      for each shift 1 .. n - 1, int64: the edges that have a token `shift` tokens earlier
+    rows      for each shift 1 .. n - 1, int64: the edges for which a token `shift` tokens earlier exists
     sources   for each shift, int64: the index of this earlier token in concat(local tokens, received tokens)
     halo      the tokens that ranks send each other; None with cp 1
     """
@@ -41,7 +41,7 @@ class Taps:
     def of(
         cu_seqlens: np.ndarray, num_taps: int, cp_size: int, cp_rank: int, branches: Branches | None = None
     ) -> "Taps":
-        """cu_seqlens: padded boundaries of the documents of the whole pack; num_taps: n"""
+        """The taps of one rank.  cu_seqlens: padded boundaries of the documents of the whole pack; num_taps: n"""
         halo = None
         chunks = local_chunks(cu_seqlens, cp_size, cp_rank)
         start, length, num_before = _columns(chunks)
@@ -52,7 +52,7 @@ class Taps:
         if cp_size > 1 or branches is not None:
             halo = Halo.of(cu_seqlens, num_taps, cp_size, cp_rank, branches)
             held = halo.key_order
-            first = np.cumsum(length + halo.num_before) - length  # of the chunk's own tokens, in `held`
+            first = np.cumsum(length + halo.num_before) - length  # index in `held` of each chunk's first token
         none, offsets = np.empty(0, dtype=np.int64), range(num_taps - 1)
         rows, sources = [], []
         for shift in range(1, num_taps):

@@ -1,4 +1,4 @@
-"""Tensors, arrays and torch's constants in the messages between ranks (messages.py)."""
+"""Registers tensors, numpy arrays, and torch's dtypes, layouts and memory formats for messages between ranks."""
 
 import math
 from typing import Any

@@ -1,7 +1,7 @@
 """Divides the documents of a pack into parts, so that each text of a tree is a list of whole parts.  In numpy.
 
-A part is a run of tokens of a document that no branch and no end of a text divides.  Sums over a text, such as a
-router's choices, are sums over its parts, and each token counts in as many texts as contain its part:
+A document is cut where a branch begins and where a text ends; the pieces are its parts.  A sum over a text, such as of
+a router's choices, is a sum over the parts of the text.  A token counts once for each text that contains its part:
 
     document 0   s0 s1 s2 | s3 s4        parts 0 and 1: document 1 continues the first 3 tokens
     document 1            | a0 a1        part 2
@@ -29,7 +29,10 @@ class TextParts:
 
     @staticmethod
     def of(branches: Branches, texts: np.ndarray) -> "TextParts":
-        """texts: int64 [texts, 2], the document in which each text ends, and the number of its tokens in it"""
+        """The parts of a pack.
+
+        texts: int64 [texts, 2], the document in which each text ends, and the text's number of tokens in this document
+        """
         is_branch = branches.parents >= 0
         cuts = np.stack([branches.parents[is_branch], branches.forks[is_branch]], axis=1)
         begins = np.stack([np.arange(len(branches)), np.zeros(len(branches), dtype=np.int64)], axis=1)

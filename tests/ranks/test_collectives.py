@@ -62,7 +62,7 @@ def test_a_stranger_in_place_of_a_rank_runs_nothing(ranks: Ranks, tmp_path: Path
     assert not (tmp_path / "ran").exists()
     start = "ConfigError: rank 1 sent bytes that are no message of this program: "
     assert [text[: len(start)] for text in first[:2]] == [start, start]
-    size = "ConfigError: rank 1 announced a message of 1,125,899,906,842,624 bytes.  Nothing of it was run.  All ranks "
+    size = "ConfigError: rank 1 announced a message of 1,125,899,906,842,624 bytes.  The message was not used.  All "
     assert [text[: len(size)] for text in first[2:]] == [size, size]
 
 

@@ -24,10 +24,10 @@ from sft.layers.moved import Moved
 from sft.layers.rank_share import FP32, RankShare
 from sft.layers.weight import LayerWeight, has_input_norms
 
-# Bytes per element, in bf16, that the gated norm reads and writes, forward and backward: see recurrent.py.  The fused
-# norm also copies the gate, a view, in forward and backward.
+# (forward, backward): bytes per element, in bf16, that the gated norm reads and writes, counted as recurrent.py
+# describes.  The fused norm also copies the gate, a view, in forward and in backward.
 PLAIN_NORM, FUSED_NORM = (72, 158), (10, 14)
-PLAIN_DECAY, FUSED_DECAY = (30, 46), (6, 8)  # the same for the decay of a channel; those of heads are too few to count
+PLAIN_DECAY, FUSED_DECAY = (30, 46), (6, 8)  # the same for decays of channels; decays of heads are too few to count
 DUPLICATED = "linear attention, duplicated"  # `LayerWeight.part` of products that every tensor-parallel rank computes
 _A, _LOW_RANK = "self_attention", "linear_attention.low_rank"
 _WEIGHTS = (
@@ -157,7 +157,7 @@ class DeltaBytes(RecurrentBytes):
 
     @property
     def fla_work(self) -> float:
-        """Bytes per token of the tensors that FLA's kernels pass to each other, at the moment of backward with most.
+        """Bytes per token of the tensors that FLA's kernels pass to each other, when they are largest in backward.
 
         For each key head these are q and k, normalised, and the gradient of q, summed over value heads.  For each value
         head they are four tensors as wide as keys (w, and the gradients of q, k and w), four as wide as values (u, the
@@ -175,10 +175,11 @@ class DeltaBytes(RecurrentBytes):
     def _channel_work(self) -> float:
         """Bytes of `fla_work` for a head with decays of channels, which has a key head of its own.
 
-        All the time, there are five tensors as wide as keys (q and k, normalised and with their decays, and w), four
-        as wide as values (u, and gradients of values from three steps), the weights of pairs and the solution, sums of
-        decays in fp32, and fp32 gradients of q, k, decays, weights and the solution.  The last kernel but one reads the
-        states of chunks, their gradients and the new values.  The last one replaces the gradients of q, k and decays.
+        These tensors are in memory all the time: five tensors as wide as keys (q and k, normalised and with their
+        decays, and w), four as wide as values (u, and gradients of values from three steps), the weights of pairs and
+        the solution, sums of decays in fp32, and fp32 gradients of q, k, decays, weights and the solution.  The last
+        kernel but one also reads the states of chunks, their gradients and the new values.  The last kernel writes the
+        gradients of q, k and decays to new tensors.
         """
         heads, width, chunk = self.heads, self.rank.width, FLA_CHUNK
         wide, pairs = width * (5 * heads.key_dim + 4 * heads.value_dim), 2 * (width + FP32) * chunk
@@ -238,7 +239,7 @@ class DeltaRule(RecurrentMixer):
             "rows of in_proj / tp of linear_attention": rows // tp,
             "num_value_heads x value_head_dim / tp of linear_attention": linear.value_width // tp,
         }
-        if linear.low_rank is not None:  # of decay_up and gate_up; the projections down are not modules of it
+        if linear.low_rank is not None:  # only decay_up and gate_up are modules of Transformer Engine
             widths["linear_attention.low_rank"] = linear.low_rank
             widths["decays / tp of linear_attention"] = linear.num_decays // tp
         return widths
@@ -268,7 +269,7 @@ class DeltaRule(RecurrentMixer):
             rank.width / 2 * (channels * conv + values * norm + decays * decay) / rank.tp
             for conv, norm, decay in passes
         )
-        in_one = 0 if linear.low_rank else values + decays  # beside the channels, in the projection's output
+        in_one = 0 if linear.low_rank else values + decays  # elements of the projection's output beside the channels
         copied, joined = (rank.width * 2 * numbers / rank.tp for numbers in (channels, channels + in_one))
         return Moved(forward + copied, backward + joined, forward + copied)
 

@@ -13,13 +13,13 @@ from sft.layers.mixers.softmax_bytes import PortableBytes
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedBytes(PortableBytes):
-    """num_chunks: train.head_chunks"""
+    """Bytes of the portable backend with chunks of heads.  num_chunks: train.head_chunks"""
 
     num_chunks: int
 
     @staticmethod
     def of(whole: PortableBytes, num_chunks: int) -> "ChunkedBytes":
-        """whole: without chunks"""
+        """The bytes with chunks of heads.  whole: the bytes of the same layer without chunks"""
         return ChunkedBytes(**vars(whole), num_chunks=num_chunks)
 
     @property
@@ -37,7 +37,7 @@ class ChunkedBytes(PortableBytes):
     def local(self, tokens: float) -> float:
         """Bytes while backward computes the last chunk.
 
-        A chunk has queries, keys and values before rotation; a norm of heads has saved its input, too.
+        A chunk has queries, keys and values before rotation.  With qk_norm, the inputs of the norms are also saved.
         """
         chunk, width, hidden = self._chunk, self.rank.width, self.model.hidden_size
         own = width * (chunk.queries + chunk.pairs) + sum(chunk.norm_outputs.values()) + chunk.norm_scales

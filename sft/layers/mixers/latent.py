@@ -39,7 +39,7 @@ _WEIGHTS = (
 
 
 def _gate(of: MixerBytes) -> dict[str, float]:
-    """Bytes per token that the gates of heads save: sigmoid in fp32 and in the dtype of the output, gated output."""
+    """Bytes per token that gates of heads save: the sigmoid in fp32 and in the output's dtype, and the gated output."""
     heads = of.model.num_attention_heads / of.rank.tp
     if not of.model.latent_attention.head_gate:
         return {}
@@ -47,7 +47,7 @@ def _gate(of: MixerBytes) -> dict[str, float]:
 
 
 def _rotary(of: MixerBytes, pack: float) -> float:
-    """Bytes of cosine and sine of this rank's tokens."""
+    """Bytes of the cosines and sines of this rank's tokens."""
     return 2.0 * of.rank.width * (pack / of.rank.cp) * of.model.rotary_dim
 
 
@@ -107,7 +107,7 @@ class LatentBytes(MixerBytes):
         num_keys = pack + (pack / (2 * self.rank.cp) + self.rank.trees.keys) * (self.rank.cp > 1)
         width, latent = self.rank.width, self.model.latent_attention
         expanded = self._heads * (latent.qk_nope_head_dim + latent.v_head_dim)
-        in_kernel = 4 + 2 * self.rank.is_uneven  # a call's gradients beside those of all calls
+        in_kernel = 4 + 2 * self.rank.is_uneven  # with several calls, a call has gradients of its own
         group = width * max(expanded + in_kernel * self.queries, 2 * (expanded + self.queries)) / self._groups
         latents = (2 * width + FP32) * latent.compressed_width
         return num_keys * (group + latents) + FP32 * latent.compressed_width * pack * (self.rank.cp > 1)
@@ -212,7 +212,7 @@ class LatentAttention(Mixer):
         return heads(model)
 
     def te_widths(self, tp: int) -> dict[str, int]:
-        """Sizes of weights in Transformer Engine.  The down projections are not modules of it, so they are left out."""
+        """Sizes of weights in modules of Transformer Engine.  The down projections are other modules and left out."""
         latent, num_heads = self.model.latent_attention, self.model.num_attention_heads
         queries, keys = latent.qk_head_dim, latent.qk_nope_head_dim + latent.v_head_dim
         widths = {
@@ -232,8 +232,9 @@ class LatentAttention(Mixer):
     def moved(self, config: Config, rank: RankShare, *, is_portable: bool) -> Moved:
         """Bytes of norms of latents, of rotation, and of the copies that join the parts of queries, keys and latents.
 
-        Backward also expands latents again, and adds the gradients of keys and values in fp32.  The portable backend
-        takes this many times as long as forward for small models on a CPU; te is assumed to take as long.
+        Backward also expands latents again, and adds the gradients of keys and values in fp32.  _BACKWARD is the ratio
+        of backward to forward that was counted for the portable backend with small models on a CPU.  It is assumed that
+        te has the same ratio.
         """
         model, latent = self.model, self.model.latent_attention
         num_heads, rotary = model.num_attention_heads / rank.tp, latent.qk_rope_head_dim

@@ -27,12 +27,13 @@ from sft.layers.moved import Moved
 from sft.layers.rank_share import FP32, RankShare
 from sft.layers.weight import LayerWeight, has_input_norms
 
-# Bytes per element, in bf16, that operators read and write, forward and backward, as
-# tests/unit/mcore/linear_attention/test_moved_bytes.py counts them in plain torch: the norm by groups, the skip, which
-# is plain torch everywhere, the bias of the convolution, and a time step of a head.
+# (forward, backward): bytes per element, in bf16, that operators read and write, as
+# tests/unit/mcore/linear_attention/test_moved_bytes.py counts them in plain torch.  They are the norm by groups, in
+# plain torch and as a fused kernel, the skip (plain torch on all devices), the bias of the convolution, and the time
+# step of a head.
 PLAIN_NORM, FUSED_NORM, SKIP, PLAIN_BIAS, TIME_STEP = (99, 189), (6, 10), (6, 32), (8, 12), (58, 118)
-# Backward, maps of fragments and gradients of states, as multiples of a forward pass: by FLA's kernels (assumed: those
-# of the delta rule without its triangular system), and by plain torch, for bytes, which take most of the time.
+# (backward, maps of fragments, gradients of states) as multiples of a forward pass.  FLA_WORK is assumed: the work of
+# the delta rule without its triangular system.  PLAIN_WORK counts bytes, which take most of the time in plain torch.
 FLA_WORK, PLAIN_WORK = (3.0, 0.5, 0.5), (2.4, 0.62, 0.63)
 _A = "self_attention"
 _WEIGHTS = (
@@ -137,7 +138,7 @@ class MambaBytes(RecurrentBytes):
 
     @property
     def fla_work(self) -> float:
-        """Bytes per token of the tensors that FLA's kernels pass to each other, at the moment of backward with most.
+        """Bytes per token of the tensors that FLA's kernels pass to each other, when they are largest in backward.
 
         For each head these are the gradients of C and B, three tensors as wide as values (dt x, and its gradients from
         two steps), and for each chunk the state before it and the gradient of this state; and for each group the

@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from sft.parallel.branches import Branches
 
 STATE_INTERVAL = 512  # chunked_kernel.py saves a state after this many tokens: schedule.CHUNK * schedule.INTERVAL
-# The size of a block of short_convolution.py, which has BLOCKS fp32 copies of a block in memory at a time.  The gated
-# norm and the recurrence need no more.  On a CPU a block fits the cache: 8,192 tokens of 2,048 channels took half the
-# time that they took in blocks 16 times as large.  On CUDA a block has 64 MiB.
+# The number of elements of a block of short_convolution.py, which has BLOCKS fp32 copies of a block in memory at the
+# same time.  The gated norm and the recurrence need no more memory.  On a CPU a block fits the cache: 8,192 tokens of
+# 2,048 channels took half the time that they took in blocks 16 times as large.  On CUDA a block has 64 MiB.
 BLOCK_NUMBERS = {"cpu": 2**20, "cuda": 2**24}
 BLOCKS = 6
 FLA_CHUNK = 64  # tokens of a chunk in FLA's kernels
 PLAIN_CHUNK = 64  # schedule.CHUNK, tokens of a chunk in plain torch
-# Bytes per element, in bf16, that the short convolution reads and writes, forward and backward: by plain torch in fp32,
-# as tests/unit/mcore/linear_attention/test_moved_bytes.py counts them, and by a fused kernel.
+# (forward, backward): bytes per element, in bf16, that the short convolution reads and writes.  Plain torch computes in
+# fp32, and tests/unit/mcore/linear_attention/test_moved_bytes.py counts its bytes.
 PLAIN_CONVOLUTION, FUSED_CONVOLUTION = (68, 206), (4, 12)
 
 
 def uses_fla(config: Config) -> bool:
-    """Whether FLA may compute recurrences with their elementwise operations, if it is installed."""
+    """Whether FLA computes recurrences and their elementwise operations in this recipe, if FLA is installed."""
     runs_on = config.run.device != "cpu" and config.run.precision == "bf16" and not config.run.deterministic
     return config.attention.delta_rule != "torch" and runs_on
 
@@ -71,7 +71,7 @@ class RecurrentSizes(ABC):
 
     @property
     def map_bytes(self) -> int:
-        """Bytes of a fragment's map, A and B of each head, and of the state that returns."""
+        """Bytes that travel for a fragment: its map (A and B of each head), and the state that comes back."""
         return self.factor_bytes + 2 * self.state_bytes
 
     def max_short(self, cp_size: int) -> int:
@@ -129,7 +129,7 @@ class RecurrentBytes(MixerBytes):
     def _passing(self) -> float:
         """Bytes of maps and states of linked fragments while ranks pass states.
 
-        They exist three times: as computed, sent and received, or on one rank in the order of composition.
+        There are three copies: the computed, the sent and the received ones.  Without cp, there are also three.
         """
         return 3 * self._fragments * self.heads.map_bytes
 
@@ -139,11 +139,12 @@ class StateTraffic(Traffic):
     """Bytes of maps and states of long documents and of trees, of tokens of short documents, and of the convolution's
     halos.
 
-    A long document has 2 cp fragments, and one more for each place inside of a chunk where branches begin.  A short one
-    of a tree has one, and one more for each such place inside of it.  (cp - 1) / cp of the maps travel.  If cp does not
-    divide the heads, and some ranks have more fragments than others, it is not exactly this share.
+    A long document has 2 cp fragments, and one more for each fork inside of a chunk.  A short document of a tree has
+    one linked fragment, and one more for each fork inside of the document.  (cp - 1) / cp of the maps travel.  This
+    share is not exact if cp does not divide the heads, and some ranks have more fragments than others.
 
-    passes  passes of a layer in a microbatch.  Those of attention send maps and states, all send tokens and halos
+    passes  passes of a layer in a microbatch.  All passes send tokens and halos; passes that compute the recurrence
+            (`of_attention`) also send maps and states
     """
 
     heads: RecurrentSizes
@@ -172,7 +173,7 @@ class RecurrentMixer(Mixer):
     @property
     @abstractmethod
     def conv_kernel(self) -> int:
-        """Tokens that the convolution sees."""
+        """The number of tokens that an output of the convolution depends on."""
 
     @abstractmethod
     def head_sizes(self, tp: int, width: int) -> RecurrentSizes:

@@ -54,7 +54,7 @@ def heads(model: ModelConfig) -> dict[str, int]:
 
 
 def qkv_rows(model: ModelConfig) -> int:
-    """Rows of the projection to queries, gates, keys and values."""
+    """The number of rows of the projection to queries, gates, keys and values."""
     queries, keys = model.num_attention_heads * model.resolved_head_dim, model.resolved_query_groups
     gates = queries * model.attention_output_gate + model.num_attention_heads * bool(model.attention_head_gate)
     values = model.resolved_value_head_dim * model.full_attention.projects_values
@@ -108,8 +108,8 @@ class SoftmaxAttention(Mixer):
     def moved(self, config: Config, rank: RankShare, *, is_portable: bool) -> Moved:
         """Bytes of the mixer.
 
-        Both backends copy queries, keys and values out of the projection's output, and gather their gradients there.
-        The gate of the output is one kernel, after a copy.
+        Both backends copy queries, keys and values out of the projection's output, and copy their gradients into one
+        tensor.  The gate of the output is one kernel, which runs after a copy of the gate.
         """
         model = self.model
         queries, keys, values, outputs = head_elements(model, rank)

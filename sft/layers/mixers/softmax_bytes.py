@@ -1,8 +1,8 @@
-"""Bytes of activations of softmax attention: what both backends share, and those of the portable backend.
+"""Bytes of activations of softmax attention: the part that both backends share, and the portable backend.
 
-Both save queries, keys, values, outputs and log-sum-exps, and without recomputation the outputs of norms.  With
-train.recompute = selective, only te (te_bytes.py) saves these; the portable backend computes them again.  The portable
-backend gathers keys and values over cp, and te sends them as parallel.cp_comm says.
+Both backends save queries, keys, values, outputs and log-sum-exps, and without recomputation the outputs of norms.
+With train.recompute = selective, te (te_bytes.py) also saves the outputs of norms, and the portable backend computes
+them again.  The portable backend gathers keys and values over cp, and te sends them as parallel.cp_comm says.
 """
 
 import math
@@ -32,10 +32,12 @@ def num_head_groups(num_key_heads: int) -> int:
 
 
 def query_sums(rank: RankShare, heads: float, tokens: float, *, width: float, is_deterministic: bool) -> float:
-    """Bytes of the fp32 sums of the gradients of queries in a flash kernel.  heads: of the call; width: of a head
+    """Bytes of the fp32 sums of the gradients of queries in a flash kernel.
 
-    There are 128 rows more for each sequence; those of one document are left out.  With run.deterministic,
+    The kernel adds 128 rows for each sequence; the rows of one document are left out.  With run.deterministic,
     FlashAttention-2 has ceil(multiprocessors / (sequences x heads)) tensors of sums (flash_api.cpp, mha_varlen_bwd).
+
+    heads: number of heads of the call; tokens: number of queries; width: elements of a head
     """
     copies = math.ceil(MULTIPROCESSORS / (rank.sequences * heads)) if is_deterministic else 1
     rows = tokens + 128 * (rank.sequences - rank.sequences / rank.documents)
@@ -43,7 +45,7 @@ def query_sums(rank: RankShare, heads: float, tokens: float, *, width: float, is
 
 
 def all_kinds(model: ModelConfig) -> frozenset[LayerKind]:
-    """The kinds of all layers, with that of the block for multi-token prediction."""
+    """The kinds of all layers, including the layer of the block for multi-token prediction."""
     return frozenset(model.kind_of(number + 1) for number in range(model.num_layers + model.has_mtp))
 
 
@@ -74,7 +76,7 @@ class SoftmaxBytes(MixerBytes):
         heads, by_head = self.model.num_attention_heads / self.rank.tp, self.model.attention_head_gate
         # On a GPU the product with the gate is compiled, and its backward computes the fp32 gate again.
         gate = (self.rank.width if self.rank.is_fused else FP32) * self.queries
-        if by_head:  # in fp32 and as a factor, which in fp32 is the sigmoid itself
+        if by_head:  # the gate in fp32, and the factor; in fp32, the sigmoid is both
             gate = heads * (FP32 + self.rank.width * (by_head == "softplus" or self.rank.width < FP32))
         return {
             "queries, keys, values": queries + keys + values * self.model.full_attention.projects_values,
@@ -145,8 +147,8 @@ class _Kernel(NamedTuple):
     sums_pairs    it also holds the gradients of keys and values in fp32
     is_unsummed   it holds the gradients of keys and values for each query head, before it sums them per key head
     copies_views  it copies its keys and values, and with several head groups also the queries of a group
-    starts_all_blocks  it starts as many blocks for each sequence as for the longest (sft/parallel/length_classes.py)
-    pads_values   it needs values as wide as keys; copies of values, outputs and their gradients are padded
+    starts_all_blocks  it starts the same number of blocks for each sequence (sft/parallel/length_classes.py)
+    pads_values   it needs values as wide as keys, so values, outputs and their gradients are copied and padded
     """
 
     is_flash: bool = True
@@ -171,9 +173,9 @@ class PortableBytes(SoftmaxBytes):
 
     kernel    the attention kernel; None: the kernel that takes most memory among those that may run
     kinds     the kinds of the model's layers, if the caller knows them; None: computed here
-    is_plain  whether the recipe wants plain torch
+    is_plain  whether attention.kernels allows only plain torch for this model
     is_deterministic  run.deterministic
-    is_view   whether outputs and their gradients are views of those of more heads
+    is_view   whether outputs and their gradients are views of tensors with more heads
     """
 
     kernel: _Kernel | None = None
@@ -245,11 +247,13 @@ class PortableBytes(SoftmaxBytes):
     def _in_kernel(self, tokens: float, num_keys: float, groups: int, parents: float = 0.0) -> float:
         """Bytes of queries, of all gradients that the kernel computes, and of its working memory.
 
-        If they are views, a flash kernel has copies of the group's output and of its gradient.  The plain kernel
-        holds three tiles of scores for the heads of a group: the weights, their gradient, and the weights of the
-        previous tile; in bf16 on CUDA also one tile in bf16, as a factor of a product.  A call for a class of lengths
-        has copies of its queries, outputs and their gradients, and its results beside those of all classes.
-        parents: bytes of calls after the causal ones, whose own memory is free by then
+        If the group's output and its gradient are views, a flash kernel has copies of them.  The plain kernel holds
+        three tiles of scores for the heads of a group: the weights, their gradient, and the weights of the previous
+        tile.  In bf16 on CUDA, it also holds one tile in bf16, as a factor of a product.  A call for a class of lengths
+        has copies of its queries, outputs and their gradients, and its results in addition to those of all classes.
+
+        num_keys: keys on the rank, for which gradients are computed
+        parents: bytes of the calls to parents.  They run after the causal calls, whose working memory is then free
         """
         kernel, width = self._kernel, self.rank.width
         copied = 2 * kernel.is_flash * (groups > 1 or self.is_view) + kernel.copies_views * (groups > 1)
@@ -270,8 +274,11 @@ class PortableBytes(SoftmaxBytes):
         return own + self._gradients(num_keys) + tiles
 
     def _keys(self, num_keys: float, num_sums: float) -> float:
-        """Peak bytes of gathered keys and values of all heads.  During the kernel, they exist with their gradients.
-        After it, only the gradients remain, one of the two also in fp32, with the fp32 sums of num_sums tokens."""
+        """Peak bytes of gathered keys and values of all heads.
+
+        During the kernel, there are num_keys keys and values with their gradients.  After the kernel, the gradients
+        remain, those of keys or of values also in fp32, with the fp32 sums of num_sums tokens.
+        """
         width, kernel = self.rank.width, self._kernel
         summed = num_keys * (width + FP32 / 2 if kernel.is_flash else FP32) + num_sums * FP32
         keys = (1 + kernel.copies_views) * width * self.pairs * num_keys
@@ -287,7 +294,7 @@ class PortableBytes(SoftmaxBytes):
 
     @property
     def _has_classes(self) -> bool:
-        """Whether the kernel may compute the pack in several calls, each with nearly all tokens at worst."""
+        """Whether the kernel may compute the pack in several calls.  At worst, one call has nearly all tokens."""
         return self._kernel.starts_all_blocks and self.rank.is_uneven
 
     @property
@@ -297,8 +304,10 @@ class PortableBytes(SoftmaxBytes):
 
     @property
     def _kernels(self) -> list[_Kernel]:
-        """The kernels that may run.  Optional packages compute what torch's flash kernel cannot; without them the plain
-        kernel does."""
+        """The kernels that may run.
+
+        If torch's flash kernel cannot compute the attention, a kernel of an optional package runs, or plain torch.
+        """
         if not self.rank.is_fused or self.is_plain:
             return [_PLAIN]
         if has_flash(self.model):

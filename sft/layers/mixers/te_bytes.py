@@ -20,8 +20,11 @@ class TransformerEngineBytes(SoftmaxBytes):
 
     @property
     def kept(self) -> dict[str, float]:
-        """A ring also keeps its buffer of keys and values, and an all-to-all what it has received, by the source of
-        Transformer Engine.  Recomputation cannot lend these tensors."""
+        """Bytes per token that the kernel keeps with train.recompute = attention_kept, by name.
+
+        In the source of Transformer Engine, a ring also keeps its buffer of keys and values, and an all-to-all keeps
+        the tensors that it has received.  Recomputation cannot supply these tensors.
+        """
         sent = 0.0
         if self.rank.cp > 1 and self.cp_comm != "all_gather":
             sent = self.rank.width * (self.pairs + self.queries * self.cp_comm.startswith("a2a"))

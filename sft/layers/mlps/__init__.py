@@ -1,4 +1,4 @@
-"""The second halves of layers: a dense MLP, and experts."""
+"""The kinds of second halves of layers, one file each, and the table of all kinds."""
 
 from collections.abc import Mapping
 

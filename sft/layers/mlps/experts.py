@@ -1,6 +1,6 @@
 """A mixture of experts: a router, experts, and at most one shared expert.  Each token goes to top_k experts.
 
-Bytes are an approximation: they assume that each rank receives equally many tokens.
+Bytes are an approximation: they assume that all ranks receive the same number of tokens.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,10 @@ from sft.layers.weight import LayerWeight, expert_width, has_gate, has_input_nor
 LATENT = "latent of experts"  # `LayerWeight.part` of the projections to the experts' width and back
 _M, _X, _SHARED = "mlp", "mlp.experts.experts", "moe.shared_ffn_hidden_size"
 UNFUSED = "silu, up and product"  # saved on a CPU, where activation and weighting are three operations
-ROUTER = (150, 24)  # counted bytes per token and expert in forward and backward: scores, probabilities, masks, order
-OWN_NORMS = ("other normed inputs", "outputs of MLP and experts")  # norms save the second ones as their inputs
+# (forward, backward): counted bytes per token and expert that the router reads and writes: scores, probabilities, masks
+# and order.
+ROUTER = (150, 24)
+OWN_NORMS = ("other normed inputs", "outputs of MLP and experts")  # the outputs are saved as inputs of their norms
 
 
 def _has_norm_of_all(model: ModelConfig) -> bool:
@@ -102,7 +104,7 @@ class Experts(Mlp):
         return kept | ({MLP_NORM, OWN_NORMS[0]} if saves_norm else set())
 
     def in_backward(self, work: MlpBackward) -> float:
-        """Bytes while backward computes the experts.  `sent` and the other sizes count a token top_k times.
+        """Bytes while backward computes the experts.  The sizes in `work.saved` count a token top_k times.
 
         After the recomputation of a whole layer, these are the recomputed tensors, and the larger of two sums: gate
         and up with one tensor as wide as the sent tokens, or three such tensors.

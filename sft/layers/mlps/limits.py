@@ -7,7 +7,7 @@ from sft.config import ModelConfig
 
 
 def limits_of(model: ModelConfig, layer_number: int) -> tuple[float, float]:
-    """The limits of a layer, from 1: of its MLP or shared expert, and of its experts; infinity: no limit."""
+    """The limits of a layer, counted from 1: (of its MLP or shared expert, of its experts).  infinity: no limit"""
 
     def limit(limits: Sequence[float]) -> float:
         return (limits[layer_number - 1 : layer_number] or [0.0])[0] or math.inf

@@ -168,7 +168,7 @@ MISFITS = {
     "heads and chunks": (
         2,
         {"parallel": {"tp": 2}, "train": {"head_chunks": 3}},
-        "train.head_chunks = 3 divides a rank's key heads: parallel.tp 2 x 3 = 6 does not divide "
+        "train.head_chunks = 3 cannot divide a rank's key heads: parallel.tp 2 x 3 = 6 does not divide "
         "model.num_query_groups = 8.  Use null, or 1, 2, 4.",
     ),
     "dynamic CP": (

@@ -112,7 +112,7 @@ def test_a_rank_that_never_comes_is_one_sentence(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(name, value)
     with pytest.raises(PeerError) as caught, rendezvous.meeting():
         rendezvous.join("gloo", timeout_s=1, store=dist.HashStore())
-    assert str(caught.value).startswith("rank 1 waits in vain for another rank while the run starts (")
+    assert str(caught.value).startswith("rank 1 waited in vain for another rank while the run started (")
     assert str(caught.value).endswith("Start the run again when this is mended.")
     assert not dist.is_initialized()
 

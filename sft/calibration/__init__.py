@@ -1,1 +1,1 @@
-"""`sft plan --calibrate`: measures the constants of predictions on the device that it runs on, in about a minute."""
+"""Implements `sft plan --calibrate`: measures the constants of predictions on this device, in about a minute."""

@@ -1,4 +1,4 @@
-"""Times calls that all ranks make together: the median over samples of the slowest rank."""
+"""Times calls that all ranks make together.  The result is the median of several samples of the slowest rank."""
 
 import time
 from collections.abc import Callable
@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 SAMPLES = 5
 SAMPLE_S = 0.02  # a sample repeats short calls for about this time, so that its start and end count little
-MOST_CALLS = 200  # in one sample
+MOST_CALLS = 200  # the most calls in one sample
 
 
 def seconds(call: Callable[[], Any], device: torch.device, samples: int = SAMPLES) -> float:
     """Seconds of one call, equal on all ranks.  Collective.
 
-    The first two calls are a warm-up, and decide how often a sample repeats the call.
+    The first two calls warm up.  The shorter one of them decides how often a sample repeats the call.
     """
 
     def sample(number: int) -> float:

@@ -28,11 +28,16 @@ FITTED: Mapping[str, bool] = {
     "layer_overhead_us": False,
     "grouped_gemm": True,
 }
-MOST = 100.0  # largest fitted rate / assumed rate, so that a part that no step shows keeps a small time
+# The largest fitted rate is MOST times the assumed rate.  So a part that takes no time in the measured steps still gets
+# a small time.
+MOST = 100.0
 
 
 def fitted(constants: Constants, steps: Sequence[Step], source: str) -> Constants:
-    """`constants`, in which those named in FITTED have the values that explain the measured steps best."""
+    """`constants` with new values for the names in FITTED: the values that explain the measured steps best.
+
+    source: the source of the new values
+    """
     without = {name: Constant(inf if is_rate else 0.0, "") for name, is_rate in FITTED.items()}
     known = _predicted(constants, steps, without)
     columns = [_predicted(constants, steps, without | {name: Constant(1.0, "")}) - known for name in FITTED]
@@ -55,7 +60,9 @@ def errors(constants: Constants, steps: Sequence[Step]) -> dict[str, float]:
 def least_squares(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
     """The x >= 0 [n] with the smallest |matrix x - target|; matrix [m, n], target [m].
 
-    Tries every subset of the elements of x as the positive ones.  matrix [[1, 0], [0, 1]], target [2, -1] -> [2, 0]
+    Tries every subset of the elements of x as the positive elements.
+
+    matrix [[1, 0], [0, 1]], target [2, -1] -> [2, 0]
     """
     number = matrix.shape[1]
     best, least = np.zeros(number), float(target @ target)
@@ -70,7 +77,7 @@ def least_squares(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
 
 
 def _predicted(constants: Constants, steps: Sequence[Step], changes: Mapping[str, Any]) -> np.ndarray:
-    """Predicted seconds of each step, with these changes of the constants: float64 [steps]."""
+    """Predicted seconds of each step: float64 [steps].  changes: values that replace fields of `constants`"""
     changed = replace(constants, **changes)
     return np.array(
         [

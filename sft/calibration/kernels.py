@@ -26,12 +26,14 @@ COLUMNS = 3  # columns of a product / its inner size, about as in the first prod
 
 @dataclass(frozen=True)
 class Kernels:
+    """Measures matrix products and attention in `dtype` on `device`.  All methods that measure are collective."""
+
     sizes: MeasuredSizes
     device: torch.device
     dtype: torch.dtype
 
     def products(self) -> Points:
-        """TFLOP/s of a product together with the two products of its backward, by the smallest size of the product."""
+        """TFLOP/s of a product with the two products of its backward pass, by the smallest of its three sizes."""
         points = []
         for size in self.sizes.products:
             rows = max(size, self.sizes.rows)

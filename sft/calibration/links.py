@@ -1,7 +1,7 @@
-"""Bandwidth and latency of messages between the ranks of a launch, and how far messages hide behind products.
+"""Measures messages between the ranks of a launch: bandwidth, latency, and the share that products do not hide.
 
 all-gather       bytes per second that a rank receives from the others; this bandwidth is the reference
-reduce-scatter   bandwidth as a share of the reference; gloo sums by an all-reduce, which sends twice as much
+reduce-scatter   bandwidth as a share of the reference; gloo sums by an all-reduce, which sends twice as many bytes
 send             bandwidth of a message from a rank to the next, in one direction, as a share of the reference
 """
 
@@ -18,7 +18,13 @@ SQUARE = 256  # rows and columns of the products that run beside a message
 
 
 class Link(NamedTuple):
-    """gb_s: GB/s of an all-gather; reduce_scatter, send: bandwidths as shares of it; exposed: `exposed_share`"""
+    """A measured link.
+
+    gb_s                  GB/s that a rank receives in an all-gather
+    latency_us            time of an all-gather of SMALL bytes
+    reduce_scatter, send  bandwidths as shares of gb_s
+    exposed               the share of a message that products do not hide (`exposed_share`)
+    """
 
     gb_s: float
     latency_us: float
@@ -29,7 +35,11 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True)
 class Links:
-    """Measures the links between the ranks of `group`; None: between all ranks."""
+    """Measures the links between the ranks of a group.
+
+    num_bytes  bytes that each rank sends
+    group      a process group; None: all ranks
+    """
 
     num_bytes: int
     device: torch.device
@@ -66,7 +76,7 @@ class Links:
         return seconds(lambda: dist.reduce_scatter_tensor(part, whole, group=self.group), self.device)
 
     def _send_s(self, num_bytes: int) -> float:
-        """Even ranks send to the next rank; a last rank without a next one does nothing."""
+        """Seconds of a message of an even rank to the next rank.  A last rank without a partner does nothing."""
         rank, size, message = dist.get_rank(self.group), dist.get_world_size(self.group), self._bytes(num_bytes)
         other = rank + 1 if rank % 2 == 0 else rank - 1
 

@@ -42,9 +42,12 @@ class Calibration:
 
 
 def calibrate(device_type: str, sizes: MeasuredSizes | None = None, store: dist.Store | None = None) -> Calibration:
-    """Starts the process groups, measures, and stops them.  Every rank returns the same constants.  Collective.
+    """Starts process groups, measures, and stops the groups.  Every rank returns the same constants.  Collective.
 
-    sizes: None: `SIZES` of the device type; store: as in `process_groups.start`
+    device_type: cpu or cuda
+    sizes: the sizes to measure; None: `SIZES` of the device type; store: as in `process_groups.start`
+
+    Raises ConfigError if the table of GPUs does not have this GPU.
     """
     sizes = sizes or SIZES[device_type]
     device = devices.start(device_type)
@@ -69,7 +72,7 @@ def _with_kernels(constants: Constants, kernels: Kernels, source: str, device_ty
     forward, backward = (Curve(points, source) for points in kernels.attention())
     changes: dict[str, Any] = {"gemm_tflops": products, "attention_forward": forward, "attention_backward": backward}
     changes["attention_kernel"] = kernels.attention_kernel
-    if device_type == "cpu":  # no data sheet says the peak in fp32
+    if device_type == "cpu":  # a data sheet of a CPU does not give its peak in fp32
         changes["peak_tflops"] = max(rate for _, rate in products.points)
     return replace(constants, **changes)
 
@@ -83,7 +86,7 @@ def _with_links(constants: Constants, sizes: MeasuredSizes, device: torch.device
     if per_node > 1:
         node = dist.new_subgroups(per_node)[0]
         changes |= _of_link("intra_gb_s", Links(sizes.message // (per_node - 1), device, node).measure(), source)
-    if num_ranks > per_node:  # a group has one rank of each node; all groups measure at once, over their own ports
+    if num_ranks > per_node:  # a group has one rank of each node; all groups measure at the same time
         groups = [dist.new_group(range(first, num_ranks, per_node)) for first in range(per_node)]
         across, others = groups[dist.get_rank() % per_node], num_ranks // per_node - 1
         between = _of_link("inter_gb_s", Links(sizes.message // others, device, across).measure(), source)
@@ -105,7 +108,7 @@ def _gpu(device: torch.device) -> tuple[gpus.Gpu, str]:
     gpu = gpus.gpu_of_device(name)
     if gpu is None:
         raise ConfigError(
-            f"{name} is not in the table of GPUs, so nothing is known of its peak and its memory.  Known GPUs: "
+            f"{name} is not in the table of GPUs, so its peak and its memory are not known.  Known GPUs: "
             f"{', '.join(gpus.GPUS)}.  A line in sft/estimate/gpus.py adds one."
         )
     return gpu, name

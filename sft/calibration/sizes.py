@@ -1,4 +1,4 @@
-"""The sizes that a calibration measures, by device: large enough for a steady rate, small enough for a minute."""
+"""Lists the sizes that a calibration measures on a device.  They give steady rates, and take about a minute."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ class MeasuredSizes:
     """The sizes of all measurements on a type of device.
 
     products      smallest sizes of the measured matrix products, which have at least `rows` rows
-    documents     lengths at which attention is measured, with `heads` heads of width `head_dim`; a pack has as many
-                  tokens as the longest
+    documents     lengths at which attention is measured, with `heads` heads of width `head_dim`.  A pack has as many
+                  tokens as the longest document
     message       bytes that a rank receives in the message that measures a bandwidth
     hidden_size, seq_length, vocab_size  sizes of the short training steps
     """

@@ -22,7 +22,7 @@ from sft.recipe.load import parse_recipe
 
 NUM_STEPS = 1000  # length of the learning-rate schedule; fewer steps are taken
 SAMPLES = 3
-SHORT = 64  # tokens of a pack so short that its step is mostly overhead
+SHORT = 64  # tokens of a short pack; most of the time of its step is overhead
 _RECIPE = """
 run: {dir: unused, seed: 0}
 model: {init_from: random}
@@ -42,7 +42,7 @@ class Step(NamedTuple):
 
 
 def recipes(sizes: MeasuredSizes, device_type: str, num_ranks: int) -> dict[str, Config]:
-    """The recipes to time, by what dominates or changes a step.  A step has 8, 1 or 2 packs per rank."""
+    """The recipes to time.  Their names say what takes most of the time, or differs from "tokens"."""
     hidden = sizes.hidden_size
     long = {"seq_length": sizes.seq_length, "packs": 2}
     changes: dict[str, dict[str, Any]] = {

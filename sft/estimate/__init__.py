@@ -1,1 +1,1 @@
-"""Computes the memory that a recipe needs, and estimates the time of a step."""
+"""Estimates the memory of a recipe and the time of its steps."""

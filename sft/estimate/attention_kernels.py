@@ -27,11 +27,11 @@ from sft.layers.kernel_rates import (
 from sft.layers.kinds import all_layer_groups
 from sft.layers.mixer import Mixer
 
-_WIDE = 256  # heads for which FlashAttention-3 does not promise repeatable gradients
+_WIDE = 256  # for heads of this width or wider, FlashAttention-3 does not promise repeatable gradients
 
 
 class Assumed(NamedTuple):
-    """The kernel assumed for a kind of layer.  rate: None: only the constants of the device say how fast it is"""
+    """The kernel assumed for a kind of layer.  rate: its rate in the table; None: constants of the device give it"""
 
     kernel: str
     rate: Rate | None
@@ -106,7 +106,10 @@ def describe(config: Config, gpu: str) -> str:
 
 
 def highest_tflops(config: Config, constants: Constants) -> float:
-    """The highest rate of a kind of layer in forward and backward, for 3 times the FLOPs of forward, as MFU counts."""
+    """The highest TFLOP/s of attention among the kinds of layers, for forward and backward together.
+
+    MFU counts 3 times the FLOPs of forward, so this function does, too.
+    """
     forward, backward = (
         max(rate for _, rate in curve.points) for curve in (constants.attention_forward, constants.attention_backward)
     )

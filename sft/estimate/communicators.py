@@ -1,9 +1,10 @@
 """Lists the NCCL communicators that a rank of a layout opens, and estimates their buffers on the GPU.
 
 torch opens the communicator of a process group when the group is first used on the device.  This module lists the
-groups that a step of training uses (sft/mcore/process_groups.py builds them, and many more).  Groups of one rank have
-no communicator.  Saves, logs and metrics use gloo.  The buffers are outside of torch's memory.  Their sizes are not
-measured here; after its first step, a run logs what it takes (sft/run/gpu_memory.py).
+groups that a step of training uses.  sft/mcore/process_groups.py builds these groups and many others.  Groups of one
+rank have no communicator.  Saves, logs and metrics use gloo.  The buffers are outside of the memory of torch's
+allocator.  Their sizes are assumed here.  After its first step, a run logs the memory that they really take
+(sft/run/gpu_memory.py).
 """
 
 from collections.abc import Mapping
@@ -48,7 +49,7 @@ def communicators(config: Config, layout: Layout) -> Communicators:
         "dp x cp": Communicator(layout.dp * layout.cp),
         **_replicas(config, layout),
         **_stages(layout),
-        # They sum gradients.
+        # The first and the last stage sum their gradients of the tied embedding.
         "first and last stage": Communicator(2 if config.model.tie_embeddings and layout.pp > 1 else 1),
         "ep": Communicator(layout.ep, has_all_to_all=True),
         "ep x etp": Communicator(layout.ep * layout.etp if layout.etp > 1 else 1),  # with etp 1 the same ranks as ep
@@ -62,8 +63,10 @@ def communicators(config: Config, layout: Layout) -> Communicators:
 
 
 def _stages(layout: Layout) -> Communicators:
-    """The communicators for hidden states.  With virtual stages, messages are not batched, and torch opens one for each
-    pair of ranks.  With pp 2, megatron-core uses different groups for the two directions.
+    """The communicators for hidden states.
+
+    With virtual stages, messages are not batched, and torch opens a communicator for each pair of ranks.  With pp 2,
+    megatron-core uses different groups for the two directions.
     """
     if layout.pp > 1 and layout.virtual_stages > 1:
         return {"previous stage": Communicator(2), "next stage": Communicator(2)}
@@ -84,7 +87,10 @@ def _replicas(config: Config, layout: Layout) -> Communicators:
 
 
 def _gradient_norm(config: Config, layout: Layout) -> Communicators:
-    """The groups over which the norm of gradients is summed, beside all ranks: with the distributed optimizer, none."""
+    """The groups over which the norm of gradients is summed, without the group of all ranks.
+
+    The distributed optimizer uses only the group of all ranks.
+    """
     if config.parallel.distributed_optimizer:
         return {}
     has_experts = config.model.moe.num_experts is not None
@@ -96,8 +102,11 @@ def _gradient_norm(config: Config, layout: Layout) -> Communicators:
 
 
 def _context_parallel(config: Config, layout: Layout) -> Communicators:
-    """The groups of ranks that share a pack.  Halos of windows, states of recurrences and heads (a2a) travel by
-    all-to-alls.  Metrics of documents are summed over all of these ranks."""
+    """The groups of ranks that share a pack.
+
+    Halos of windows, states of recurrences and heads (cp_comm a2a) travel by all-to-alls.  Metrics of documents are
+    summed over the group cp.
+    """
     mixers, is_portable = [group.mixer for group in all_layer_groups(config.model)], uses_portable(config)
     exchanges = any(mixer.num_states(1) for mixer in mixers) or (
         any(mixer.window for mixer in mixers) if is_portable else config.parallel.cp_comm == "a2a"

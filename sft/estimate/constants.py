@@ -21,12 +21,14 @@ VERSION = 2
 # Shares of the peak.  Large products reach 650 of 989 TFLOP/s in layers of an H200 (docs/numbers/performance.md).  A
 # product with one short side reads more bytes for each FLOP.
 GEMM_SHARES = ((16, 0.08), (64, 0.25), (128, 0.38), (256, 0.48), (512, 0.56), (1024, 0.62), (4096, 0.66))
-# Rate of matrix products of layers in FP8 / their rate in bf16, with the casts; the peak is twice as high.  Assumed.
+# Rate of matrix products of layers in FP8 / their rate in bf16.  Assumed: the peak is twice as high, and casts to FP8
+# take a part of the gain.
 FP8_PRODUCTS = 1.6
-# Shares of a kernel's rate with long documents (sft/layers/kernel_rates.py), by the tokens of a document on a rank. A
-# window of 128 counts as a document of 256.  With 0.65 at 2K and 0.10 at 256, and with the passes around the kernel,
-# the trainer's attention has the rates of docs/numbers/h100.md within 12% (tests/unit/estimate/test_step_time.py).
-# Kernels alone reached 0.67 to 0.79 and 0.15 to 0.24 on an H200.  The other points are assumed.
+# Shares of a kernel's rate with long documents (sft/layers/kernel_rates.py), by the tokens of a document on a rank.  A
+# window of 128 counts as a document of 256.  With 0.65 at 2K tokens and 0.10 at 256, and with the passes around the
+# kernel, predicted rates of attention differ by at most 12% from those of docs/numbers/h100.md
+# (tests/unit/estimate/test_step_time.py).  Kernels alone reached 0.67 to 0.79 at 2K and 0.15 to 0.24 at 256 on an H200.
+# The other points are assumed.
 ATTENTION_SHARES = ((128, 0.06), (256, 0.10), (512, 0.30), (2048, 0.65), (8192, 0.93), (32768, 1.0))
 # TFLOP/s of FLA's forward pass with heads of 128 and 32K tokens, by value heads x sequences: FLA 0.5.1 on an H200 and a
 # GB200 (QwenLM/FlashQLA, benchmark_results_H200.txt and benchmark_results_GB200.txt).
@@ -34,12 +36,12 @@ DELTA_RULE: Mapping[str, tuple[tuple[float, float], ...]] = {
     HOPPER: ((8, 28.6), (16, 41.5), (24, 49.7), (32, 54.7), (48, 57.0), (64, 61.9)),
     BLACKWELL: ((8, 25.4), (16, 41.1), (24, 50.7), (32, 59.0), (48, 61.3), (64, 70.0)),
 }
-# Products of the delta rule in plain torch are in fp32, without TF32, with sides of 64 to 128 numbers.  The ratio of
-# the peaks in fp32 and bf16 is 67 / 989 (H100 data sheet).  Assumed: they reach the share of their peak that products
-# in bf16 with a side of 64 reach.
+# Products of the delta rule in plain torch are in fp32, without TF32, with sides of 64 to 128 elements.  FP32_PEAK is
+# the peak in fp32 / the peak in bf16 (67 / 989, H100 data sheet).  Assumed: these products reach the same share of the
+# fp32 peak as bf16 products with a side of 64 reach of the bf16 peak.
 FP32_PEAK, PLAIN_SIDE = 0.068, 64
 REFERENCE_WIDTH = 128  # width of the heads for which constants have the rate of attention
-HOST_ADAM_GB_S = 60.0  # two sockets, shared by 8 GPUs; Adam on the CPU moves 28 bytes per parameter
+HOST_ADAM_GB_S = 60.0  # assumed, for one of 8 GPUs that share two sockets; Adam moves 28 bytes per parameter
 
 
 class Constant(NamedTuple):
@@ -96,8 +98,8 @@ class Constants:
                         intra_gb_s and inter_gb_s
     latency_us          time of a collective or a message without bytes
     layer_overhead_us   time of a layer in a microbatch outside its kernels, forward and backward
-    exposed             share of the time of messages that computation could hide but does not: 0 with CUDA streams,
-                        1 where nothing overlaps, as with gloo
+    exposed             share of the time of messages that computation could hide but does not hide.  Assumed: 0 on
+                        CUDA, where messages have their own streams, and 1 with gloo
     """
 
     gpu: str
@@ -186,7 +188,7 @@ def assumed(gpu: Gpu, fabric_gb_s: float) -> Constants:
 
 
 def _delta_rule(gpu: Gpu) -> Curve:
-    """Rates of FLA's forward pass; a GPU without published ones gets a share of its peak."""
+    """Rates of FLA's forward pass.  A GPU without published rates gets a share of its peak."""
     if gpu.architecture is not None and gpu.architecture in DELTA_RULE:
         scale = gpu.tflops / PEAKS[gpu.architecture]
         points = tuple((size, scale * tflops) for size, tflops in DELTA_RULE[gpu.architecture])

@@ -11,7 +11,7 @@ from sft.errors import ConfigError
 from sft.layers.kernel_rates import AMPERE, BLACKWELL, HOPPER
 
 GIB = 2**30
-HOST_GIB = 1000.0  # usable host memory of a node.  A node of 8 GPUs has 2 TB, but the pages must be locked
+HOST_GIB = 1000.0  # usable host memory of a node.  A node of 8 GPUs has 2 TB, but not all of it can be page-locked
 CONTEXT_BYTES = 0.75 * GIB  # CUDA's context, and the code of kernels; assumed, 0.5 to 0.9 GiB on Hopper
 RESERVE = 0.03  # share of the capacity for workspaces and gaps between allocations (docs/numbers/performance.md)
 
@@ -51,7 +51,7 @@ GPUS: Mapping[str, Gpu] = {
         ("a100-80", 79.2, 312, 2039, 230, 25, AMPERE),  # A100 data sheet, SXM4; NVLink 3: 300 GB/s each way; PCIe 4
         ("a100-40", 39.4, 312, 1555, 230, 25, AMPERE),  # A100 data sheet, SXM4
         ("l40s", 44.4, 362, 864, 25, 25, AMPERE),  # L40S data sheet; no NVLink, PCIe 4
-        ("cpu", 4.0, 0.1, 10, 1, 10),  # a core of a server and gloo, a process for each: assumed; peak in fp32
+        ("cpu", 4.0, 0.1, 10, 1, 10),  # assumed, for one core of a server per process, with gloo; peak in fp32
         ("mi300x", 191.5, 1307, 5300, 310, 55),  # MI300X data sheet; Infinity Fabric: 7 links of 64 GB/s
     )
 }
@@ -117,7 +117,7 @@ def gpu_of_device(name: str) -> Gpu | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Usable:
-    """The bytes of a GPU (`capacity`), and in the other fields the parts of them that a run's tensors cannot use."""
+    """The bytes of a GPU (`capacity`).  The other fields are parts of `capacity` that a run's tensors cannot use."""
 
     capacity: float
     context: float

@@ -1,4 +1,4 @@
-"""Seconds that the layers of one pipeline stage compute in one microbatch: forward, backward and recomputation.
+"""Predicts the seconds that the layers of a pipeline stage compute in a microbatch: forward, backward, recomputation.
 
 matrix products   FLOPs / the rate for the smallest of their three sizes
 attention         causal FLOPs of each document / the kernel's rate for the document's tokens on a rank
@@ -25,7 +25,7 @@ from sft.layers.mlps import experts
 from sft.layers.moved import Moved, total
 from sft.parallel.layout import Layout
 
-# Parts whose products no module of Transformer Engine computes; the duplicated ones are DuplicatedLinear's.
+# Parts whose products no module of Transformer Engine computes.  DuplicatedLinear computes the duplicated parts.
 _NOT_IN_FP8 = ("head", "router", "shared gate", delta.DUPLICATED, latent.DUPLICATED, experts.LATENT)
 
 
@@ -44,11 +44,13 @@ class Seconds:
 
 @dataclass(frozen=True)
 class LayerWork:
+    """The work of the layers of an average pipeline stage on one rank, for one microbatch."""
+
     config: Config
     layout: Layout
     constants: Constants
     lengths: Lengths
-    kernels: Kernels | None = None  # None: those of `attention_kernels`
+    kernels: Kernels | None = None  # None: the kernels that `attention_kernels` assumes
 
     def passes(self, products: Iterable[Product], reached: float = 1.0) -> tuple[Seconds, Seconds, Seconds]:
         """Seconds of forward, of backward without recomputation, and of recomputation.
@@ -73,7 +75,7 @@ class LayerWork:
         )
 
     def seconds(self, products: Iterable[Product]) -> tuple[float, float, float]:
-        """Seconds of these products in forward, recomputation and backward."""
+        """Seconds of these products: (forward, recomputation, backward)."""
         times = [sum(times) for times in zip(*map(self._runs, products))]
         return times[0], times[1], times[2]
 
@@ -89,7 +91,8 @@ class LayerWork:
     def attention(self) -> tuple[float, float]:
         """Seconds of softmax attention on a rank, forward and backward.
 
-        With a window, a query has as many keys as the average query of a document that is twice as long.
+        The rate depends on the length of documents.  A layer in which a query has k keys on average has the rate of
+        documents of 2 k tokens, because an average query of such a document has k keys.
         """
         layout, constants = self.layout, self.constants
         tokens, counts = self.lengths.of_pack(self.config.data.seq_length)
@@ -124,9 +127,9 @@ class LayerWork:
         return total[0], total[1]
 
     def _sequences(self, mixer: Mixer) -> float:
-        """Number of independent sequences of a rank: its heads x the fragments of its documents.
+        """Number of independent sequences on a rank: heads x fragments of documents.
 
-        Over cp, a rank has two fragments of a document.
+        With cp, a rank has two fragments of a document.
         """
         heads = mixer.num_states(self.layout.tp)
         documents = float(self.lengths.of_pack(self.config.data.seq_length)[1].sum())
@@ -138,12 +141,15 @@ class LayerWork:
         return Moved(*(scale * num_bytes for num_bytes in elementwise_bytes(self.config, self.layout)))
 
     def gradient_sums(self, num_trained: float) -> float:
-        """Seconds in which the gradients of a microbatch, in bf16, are added to their sums."""
+        """Seconds in which the bf16 gradients of a microbatch are added to their sums.  num_trained: parameters"""
         num_bytes = 2 + 2 * self.config.optim.gradient_bytes  # a gradient is read, its sum read and written
         return num_trained * num_bytes / (self.constants.elementwise_gb_s.value * 1e9)
 
     def offload(self, forward_s: float, backward_s: float) -> float:
-        """Seconds that copies of activations to host memory and back take beyond the passes that hide them."""
+        """Seconds of copies of activations to host memory and back that the two passes do not hide.
+
+        forward_s, backward_s: seconds of the passes
+        """
         fraction = self.config.train.offload_fraction
         if fraction == 0.0:
             return 0.0

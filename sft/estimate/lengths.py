@@ -12,7 +12,7 @@ from sft.layers.tree_share import TreeDocuments, TreeShare
 from sft.parallel.length_classes import BLOCK, may_pay
 from sft.parallel.shapes import SampleSizes, Shapes, attention_cost
 
-MAX_BINS = 64  # for the lengths of a corpus; all documents of a bin get the root mean square of their lengths
+MAX_BINS = 64  # most bins of a corpus' lengths; a bin has the root mean square of the lengths of its documents
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Lengths:
 
     tokens  lengths of documents, float64 [n]
     shares  share of the documents with each length, float64 [n]; their sum is 1
-    trees   the trees of a pack of one token
+    trees   the trees of the corpus, divided by its number of tokens
     """
 
     tokens: np.ndarray
@@ -35,14 +35,16 @@ class Lengths:
 
     @staticmethod
     def of_corpus(samples: SampleSizes) -> "Lengths":
-        """The distribution of a corpus.  A tree counts as several documents of one length, with the same sum of tokens
-        and the same cost of attention as the tree.  For memory, `trees` has its documents.
+        """The distribution of a corpus.  Raises ConfigError if no document has tokens.
+
+        A tree counts as several documents of one length, with the same sum of tokens and the same cost of attention as
+        the tree.  The estimate of memory reads the real documents of trees from `trees`.
 
         a document of 6 tokens, and a branch of 4 after its first 4 -> 10 / 8.4 documents of 8.4 tokens: attention costs
         6^2 + 8^2 - 4^2 = 84 = (10 / 8.4) x 8.4^2
 
-        More than MAX_BINS different lengths are put into at most MAX_BINS bins, whose edges form a geometric series.
-        Raises ConfigError if no document has tokens.
+        If there are more than MAX_BINS different lengths, they are put into at most MAX_BINS bins, whose edges form a
+        geometric series.
         """
         tokens = np.asarray(samples).astype(np.float64)
         is_used = tokens > 0
@@ -62,7 +64,10 @@ class Lengths:
 
     @staticmethod
     def read(text: str) -> "Lengths":
-        """ "128:0.2,4096:0.5" -> lengths 128 and 4096, shares 2/7 and 5/7.  Raises ConfigError."""
+        """The distribution that a text describes.  Raises ConfigError if it describes none.
+
+        "128:0.2,4096:0.5" -> lengths 128 and 4096, shares 2/7 and 5/7
+        """
         try:
             pairs = [part.split(":") for part in text.split(",")]
             tokens, weights = np.array([[float(length), float(share)] for length, share in pairs]).T
@@ -84,17 +89,18 @@ class Lengths:
         return tokens, self.shares * seq_length / float(self.shares @ tokens)
 
     def of_rank(self, rank: RankShare, seq_length: int, sizes: Sequence[int] | None = None) -> RankShare:
-        """The rank with the documents and the trees of an average pack.  sizes: the cp size of each length; None: cp of
-        the rank
+        """`rank` with the documents and the trees of an average pack.
 
-        A document on s of cp ranks is on one of them with probability s / cp: as two chunks, or whole if s is 1.
+        A document on s of the cp ranks is on a given rank with probability s / cp: as two chunks, or whole if s is 1.
+
+        sizes: the CP size of each length of `of_pack`; None: rank.cp
         lengths 2 and 6, packs of 8, cp 2, sizes 1 and 2 -> 0.5 + 2 sequences on the rank, 1.25 documents
         """
         tokens, counts = self.of_pack(seq_length)
         size = np.full(len(tokens), rank.cp) if sizes is None else np.array(sizes)
         counts = counts * size / rank.cp
         chunk, split = np.where(size > 1, tokens / (2 * size), tokens), size > 1
-        # Keys and queries of the late chunk, or of a whole document, and of the early chunk
+        # (keys, queries) of the late chunk or of a whole document, then of the early chunk.
         pairs = np.concatenate([np.stack([tokens, chunk], axis=1), np.stack([chunk, chunk], axis=1)[split]])
         number = np.concatenate([counts, counts[split]])
         is_uneven = may_pay(np.ceil(pairs / BLOCK), number, seq_length / rank.cp)
@@ -106,7 +112,7 @@ class Lengths:
 def _trees(samples: SampleSizes) -> TreeShare:
     """All trees of a corpus.  Documents of 2^i .. 2^(i + 1) - 1 tokens are a group.
 
-    Branches of one sample at one depth count as if they began at one place.
+    Branches of one sample with the same depth count as if they had the same parent and fork.
     """
     if not isinstance(samples, Shapes):
         return TreeShare()

@@ -4,9 +4,9 @@
 
 The files of sft/layers give the bytes of the two halves of a layer.  This module adds them up over a stage.  `layers`
 are the tensors that layers save for backward, `ends` the rotary tables.  A working set is the temporary memory of the
-loss head, of backward in an MLP or in attention, or of the update (working_sets.py).  The estimate assumes CUDA with
-fused activations and the attention kernels that may run, or with run.device = cpu the plain operations of a CPU.  It
-leaves out CUDA itself, NCCL (communicators.py) and gaps between allocations.
+loss head, of backward in an MLP or in attention, or of the update (working_sets.py).  On CUDA, the estimate assumes
+fused activations and the attention kernels that may run.  With run.device = cpu, it assumes the plain operations of a
+CPU.  It leaves out CUDA itself, NCCL (communicators.py) and gaps between allocations.
 """
 
 from dataclasses import dataclass, replace
@@ -23,7 +23,8 @@ from sft.estimate.working_sets import UPDATE, StageWork, WorkingSet
 from sft.layers.adapters import Trained
 from sft.parallel.layout import Layout
 
-CARD_BYTES = 80e9  # 74.5 GiB: about what CUDA leaves of an 80-GB card's 79 GiB.  `describe` reports its longest context
+# 74.5 GiB, about the part of an 80-GB card's 79 GiB that CUDA leaves.  `describe` reports the longest context for it.
+CARD_BYTES = 80e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ class Memory:
 
     @property
     def static(self) -> float:
-        """Bytes that do not grow with the context."""
+        """Bytes that do not grow with the length of a pack."""
         return self.weights + self.gradients + self.optimizer
 
     @property
@@ -86,7 +87,7 @@ def stage_memory(stage: Stage, pack: int) -> Memory:
     layers, host_layers = work.saved_by_layers()
     virtual, waiting = stage.layout.virtual_stages, stage.num_waiting
     block = work.saved_by_mtp() * (waiting if virtual == 1 else 1)
-    # Virtual stages keep what they send until its gradient arrives.  The last chunk of the last stage sends nothing.
+    # Virtual stages keep a sent hidden state until its gradient arrives.  The last chunk of the last stage sends none.
     sent = work.hidden * (waiting - stage.is_last) if virtual > 1 else 0.0
     saved = layers + block + sent
     copied = fp32_gradients(stage, own)
@@ -112,7 +113,7 @@ def estimate(
     """The memory of the rank that needs the most memory.
 
     tokens: length of a pack; None: data.seq_length
-    lengths: lengths of documents, of which an average pack is assumed; None: one document fills a pack
+    lengths: the distribution of document lengths, for an average pack; None: one document fills a pack
     """
     pack = config.data.seq_length if tokens is None else tokens
     numbers = sorted({0, layout.pp - 1}) if config.model.stacks_layers else range(layout.pp)
@@ -144,6 +145,7 @@ def longest_context(
 
 
 def describe(config: Config, layout: Layout, vocab_size: int, trained: Trained = Trained()) -> list[str]:
+    """Lines of `sft check` about memory: of the device, of the host, and the longest context on an 80-GB card."""
     memory = estimate(config, layout, vocab_size, trained=trained)
     lines = [
         f"per rank, estimated and not measured: {size(memory.device)}, of which",
@@ -155,7 +157,7 @@ def describe(config: Config, layout: Layout, vocab_size: int, trained: Trained =
         of_node = memory.host_of_node(config.parallel.gpus_per_node, layout.world_size)
         lines.append(f"and of the host: {size(memory.host)}, of which {shown}; {size(of_node)} for all ranks of a node")
     if config.data.turns == "each":
-        lines.append("without what trees of turns need beyond one document, which depends on the data")
+        lines.append("without the additional memory of trees of turns, which depends on the data")
     longest = longest_context(config, layout, vocab_size, CARD_BYTES, trained)
     most = f"{longest:,} tokens" if longest else "none, because weights, gradients and optimizer states alone need more"
     return [*lines, f"longest context in {size(CARD_BYTES)} (an 80-GB card), by the same estimate: {most}"]

@@ -1,4 +1,4 @@
-"""Seconds of messages between GPUs that computation does not hide.
+"""Predicts the exposed seconds of messages between GPUs: the seconds that computation does not hide.
 
     tp    all-gathers and reduce-scatters before and after each half of a layer; matrix products of backward hide a part
     cp    the bytes of sft/parallel/cp_bytes.py; attention hides a ring, nothing hides an all-to-all
@@ -30,6 +30,8 @@ from sft.parallel.layout import Layout
 
 @dataclass(frozen=True)
 class Messages:
+    """The messages of one rank of an average pipeline stage."""
+
     config: Config
     layout: Layout
     constants: Constants
@@ -59,7 +61,7 @@ class Messages:
         return self.config.model.num_layers / self.layout.pp
 
     def seconds(self, num_bytes: float, gb_s: float, count: float) -> float:
-        """Seconds of `count` messages that have num_bytes in total."""
+        """Seconds of `count` messages that have num_bytes in total over a link of gb_s GB/s."""
         return num_bytes / (gb_s * 1e9) + count * self.constants.latency_us.value * 1e-6
 
     def _tensor_parallel(self, backward: Seconds) -> float:
@@ -120,7 +122,10 @@ class Messages:
         return {"a2a": self.layout.cp, "a2a+p2p": parallel.cp_a2a or 1}.get(parallel.cp_comm, 1)
 
     def _all_to_all(self, heads: int, passes: int) -> float:
-        """Seconds of the all-to-all of queries, keys, values and outputs, and in backward of their gradients."""
+        """Seconds of the all-to-alls of queries, keys, values and outputs, and of their gradients in backward.
+
+        heads: number of ranks of an all-to-all; passes: number of passes that compute attention
+        """
         model, layout = self.config.model, self.layout
         if heads == 1:
             return 0.0

@@ -41,11 +41,13 @@ def loss_head(loss: LossConfig, model: ModelConfig, rank: RankShare, *, vocab_ro
 def state(stage: Stage, own: StageParameters, units: StageUnits | None) -> dict[str, float]:
     """Bytes of weights, gradients and optimizer, by the names of `Memory`.
 
-    own: the parameters on one rank; units: those of sharded gradients or weights; None: a rank has whole gradients
     A bf16 parameter takes 18 bytes.  With the distributed optimizer it takes 6 + 12 / (dp x cp), with sharded gradients
-    2 + 16 / (dp x cp), and with sharded weights 18 / (dp x cp).  A parameter of an expert is divided by the number of
-    its copies instead.  parallel.shard_size may reduce these numbers of ranks.  optim.grad_dtype = bf16 takes 2 bytes
+    2 + 16 / (dp x cp), and with sharded weights 18 / (dp x cp).  For a parameter of an expert, the number of copies of
+    the expert replaces dp x cp.  parallel.shard_size may reduce both numbers.  optim.grad_dtype = bf16 takes 2 bytes
     less for each gradient.
+
+    own: the parameters on one rank
+    units: the units of the stage, with sharded gradients or weights; None: a rank has whole gradients and weights
     """
     config, width, layout = stage.config, stage.rank.width, stage.layout
     optimizer, fraction = config.optim.optimizer, config.optim.offload_fraction
@@ -76,14 +78,20 @@ def fp32_gradients(stage: Stage, own: StageParameters) -> float:
 
 
 def head_sum(stage: Stage) -> float:
-    """Bytes of the fp32 sum of a head's weight over chunks; 0 for fp32 gradients, which are the sum themselves."""
+    """Bytes of the fp32 sum over chunks of the gradient of a head's weight.
+
+    0 if gradients are in fp32, because then the gradient itself holds the sum.
+    """
     config, model = stage.config, stage.config.model
     is_summed = stage.trained.has(EMBEDDING if model.tie_embeddings else HEAD, ()) and config.loss.impl == "fused"
     return FP32 * stage.rows * model.hidden_size if config.optim.gradient_bytes < FP32 and is_summed else 0.0
 
 
 def tile_sum(stage: Stage) -> float:
-    """Bytes of the fp32 sums of an MLP's weights over tiles; 0 for fp32 gradients, which are the sums themselves."""
+    """Bytes of the fp32 sums over tiles of the gradients of an MLP's weights.
+
+    0 if gradients are in fp32, because then the gradients themselves hold the sums.
+    """
     config, model = stage.config, stage.config.model
     is_summed = config.train.mlp_tile is not None and stage.trains_layers
     size = (2 + has_gate(model)) * model.hidden_size * model.ffn_hidden_size / stage.rank.tp

@@ -11,7 +11,7 @@ from sft.parallel.layout import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """Numbers of parameters of a rank.  dense: outside of experts; experts: in its experts"""
+    """Numbers of parameters on a rank.  dense: parameters outside of experts; experts: parameters in experts"""
 
     dense: float
     experts: float
@@ -21,7 +21,7 @@ class Numbers:
         return self.dense + self.experts
 
     def owned(self, layout: Layout) -> float:
-        """Number of parameters in the rank's shard, if the ranks of its shard group divide these equally."""
+        """Number of parameters in the rank's shard, if the ranks of its shard group divide the parameters equally."""
         return self.dense / layout.shard_ranks + self.experts / layout.expert_shard_ranks
 
     def updated(self, config: Config, layout: Layout) -> float:
@@ -34,7 +34,11 @@ class Numbers:
 
 @dataclass(frozen=True, kw_only=True)
 class StageParameters:
-    """The parameters of one rank of a stage.  all: the model's and the adapters'; trained: those that are updated"""
+    """The parameters on one rank of a stage.
+
+    all      parameters of the model and of adapters
+    trained  the parameters among them that the optimizer updates
+    """
 
     all: Numbers
     trained: Numbers

@@ -1,4 +1,4 @@
-"""The matrix products of a rank in one microbatch: their sizes, and how often each runs.  Arithmetic only.
+"""Lists the matrix products of a rank in one microbatch: their sizes, and how often each runs.  Arithmetic only.
 
 `step_time.py` computes seconds from this list.  The list does not contain the products of attention and of the states
 of linear attention.
@@ -122,7 +122,7 @@ def _weight_products(
 
 
 def _expert_sizes(model: ModelConfig, layout: Layout, tokens: float, layers: float) -> tuple[float, float, int]:
-    """(rows of one expert, number of the rank's experts in these layers, etp), if experts get equally many tokens."""
+    """(rows of one expert, number of the rank's experts in these layers, etp), if all experts get equal shares."""
     num_experts, top_k = model.moe.num_experts or 1, model.moe.top_k or 1
     own = num_experts / layout.ep
     sent = tokens * layout.etp * top_k / (layout.tp if layout.sequence_parallel else 1)
@@ -155,7 +155,7 @@ def head_product(
 ) -> Product:
     """The product of the output layer.
 
-    labels: number of supervised tokens on a rank of cp for the fused loss head, of all tokens for other heads
+    labels: on a rank of cp, the number of supervised tokens for the fused loss head, and of all tokens for other heads
     """
     return Product(
         "head",

@@ -88,7 +88,10 @@ class SavingLayers:
 
     @property
     def waits_for_attention(self) -> float:
-        """Bytes per token of these tensors while backward computes attention: without the input of the MLP's norm."""
+        """Bytes per token of recomputed attention tensors while backward computes attention.
+
+        The input of the MLP's norm is free by then.
+        """
         is_kept = RESIDUAL in self.kept.attention
         return self.recomputed_attention - (0.0 if is_kept else self.everything.attention.get(RESIDUAL, 0.0))
 
@@ -96,7 +99,7 @@ class SavingLayers:
     def freed_before_attention(self) -> float:
         """Bytes per token of saved tensors that are free when backward computes attention.
 
-        They belong to operations that follow attention in the layer.
+        These tensors belong to operations that follow attention in the layer.
         """
         kept = self.kept.attention
         return sum(kept.get(name, 0.0) for name in (RESIDUAL, *self.mixer.freed)) + sum(self.kept.mlp.values())

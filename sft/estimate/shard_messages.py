@@ -1,12 +1,14 @@
-"""Seconds of messages of sharded gradients and weights that computation does not hide.
+"""Predicts the exposed seconds of messages of sharded gradients and weights, which computation does not hide.
 
-    microbatch, forward    each unit's weights are gathered while the unit before it computes (weights)
-    microbatch, backward   the next unit's weights are gathered (weights), and the last unit's gradients reduced
-    step                   replicas sum the gradients of their shards; whole weights are gathered again (gradients)
+    microbatch, forward    with parallel.shard = weights, a unit's weights are gathered while the previous unit computes
+    microbatch, backward   while a unit computes, the gradients of the previous unit are reduced, and with
+                           parallel.shard = weights, the weights of the next unit are gathered
+    step                   replicas sum the gradients of their shards.  With parallel.shard = gradients, whole weights
+                           are gathered after the update
 
-A message hides behind one layer only, so the times are those of a layer with the mean of messages and of computation.
-Nothing hides the gathers before the first layer, and the reductions of the head, which the next unit waits for, and of
-the embedding, after which nothing computes.
+The computation of one layer hides the messages beside it.  The prediction compares sums over all layers, as if all
+layers took the same time.  Nothing hides the gathers before the first layer, the reduction of the head (the next unit
+waits for it) and the reduction of the embedding (no computation follows).
 """
 
 from collections.abc import Iterable
@@ -18,12 +20,14 @@ from sft.estimate.parameters import Numbers
 from sft.estimate.stage import Stage
 from sft.estimate.units import StageUnits, UnitSizes, present
 
-# Share of a hidden message's time by which it delays computation.  Assumed: its kernels take 16 of 132 SMs of an H100.
+# A hidden message delays computation by this share of its time.  Assumed: its kernels take 16 of 132 SMs of an H100.
 SLOWED = 0.12
 
 
 @dataclass(frozen=True)
 class ShardMessages:
+    """The messages of one rank of a stage, with parallel.shard = gradients or weights."""
+
     stage: Stage
     units: StageUnits
     messages: Messages
@@ -41,7 +45,7 @@ class ShardMessages:
         if parallel.shard == "weights":
             shown += self._gathered([*present(units.embedding), *layers[:1]])
             forward, gathered = self._gathered([*layers[1:], units.head]), self._gathered(layers)
-        if not parallel.overlap:  # gathers are ahead all the same
+        if not parallel.overlap:  # weights are gathered ahead also without overlap
             shown, reduced = shown + reduced, 0.0
         backward = gathered + reduced
         hidden = SLOWED * (min(forward, forward_s) + min(backward, backward_s))
@@ -100,12 +104,17 @@ class ShardMessages:
 
 
 def _distinct(units: Iterable[UnitSizes]) -> Iterable[UnitSizes]:
-    """Each unit once; layers that are alike share one."""
+    """The different unit objects.  Layers that are alike share one object."""
     return {id(unit): unit for unit in units}.values()
 
 
 class _Group(NamedTuple):
-    """The ranks of a shard group, the distance between two of them, and the number of such groups with copies."""
+    """A shard group.
+
+    ranks   number of ranks of the group
+    stride  distance between two neighbouring ranks of the group
+    copies  number of groups that hold copies of the same parameters
+    """
 
     ranks: int
     stride: int

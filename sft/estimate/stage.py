@@ -1,4 +1,4 @@
-"""A pipeline stage, seen from one of its ranks: its layers, and the rank's rows of the embedding and output weight."""
+"""Describes a pipeline stage: its layers, and the part of them and of the embedding that one rank holds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from sft.parallel.layout import Layout, padded_vocab_size
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A pipeline stage.  In backward, its last model chunk comes first.
+    """A pipeline stage.  Backward computes its last model chunk first.
 
     number   number of the stage, from 0
     rank     the part of a layer's tensors that one of its ranks holds
@@ -65,7 +65,7 @@ class Stage:
         virtual stages 11 and 5
         """
         pp, virtual, num_microbatches = self.layout.pp, self.layout.virtual_stages, self.layout.num_microbatches
-        if self.layout.cp_sizes:  # the pack plan decides the number of microbatches of a step, which may be larger
+        if self.layout.cp_sizes:  # with dynamic CP, the plan may give a step more microbatches
             num_microbatches = max(num_microbatches, 2 * pp)
         if virtual == 1:
             return min(pp - self.number, num_microbatches)

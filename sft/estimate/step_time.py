@@ -30,8 +30,9 @@ PARTS = (
     *("linear", "attention", "head", "elementwise", "recompute", "waits", "tp", "cp", "ep", "pp", "dp"),
     *("bubble", "optimizer", "offload", "overhead"),
 )
-GRADIENT_ACCESSES = 4  # per parameter: the norm reads the gradient, a division reads and writes it, it is zeroed
-TRANSFER_BYTES = 8  # per parameter of an optimizer in host memory, in fp32: the gradient to the host, the weight back
+# Accesses of a gradient in an update: the norm reads it, a division reads and writes it, and it is set to zero.
+GRADIENT_ACCESSES = 4
+TRANSFER_BYTES = 8  # per parameter whose optimizer is in host memory: an fp32 gradient to the host, an fp32 weight back
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,7 @@ def step_time(
     """The predicted time of a step.
 
     products: ModelProducts.of(config.model, trained, rank of adapters), if the caller has it; None: computed here
-    kernels: the kernels of attention; None: those of `attention_kernels`
+    kernels: the kernels of attention; None: the kernels that `attention_kernels` assumes
     """
     pack, rank = config.data.seq_length, config.lora.rank or 0
     products = products or ModelProducts.of(config.model, trained, rank)

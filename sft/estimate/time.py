@@ -16,11 +16,12 @@ from sft.parallel.layout import Layout
 
 ASSUMED_GPU = "h100"
 _SMALL = 0.01  # a part below this share of the step is not printed
-_ALIKE = 1.05  # a step of packs with the longest documents gets a line if it takes more than this many times as long
+# A step whose documents are all as long as the longest one is printed if it takes more than this many times as long.
+_ALIKE = 1.05
 
 
 def constants_for(config: Config, gpu: gpus.Gpu | None) -> Constants | None:
-    """The constants of the GPU; without a GPU, those of an H100 with the peak log.peak_tflops if that is set.
+    """The constants of the GPU.  Without a GPU, the constants of an H100, with the peak log.peak_tflops if it is set.
 
     None: the run is in fp32 or on a CPU.
     """
@@ -74,7 +75,7 @@ def _parts(time: StepTime) -> str:
 
 
 def shown(seconds: float) -> str:
-    """2634.4 -> `2,634`        0.01234 -> `0.012`"""
+    """A number of seconds as text: 2634.4 -> `2,634`, 0.01234 -> `0.012`."""
     return f"{seconds:,.0f}" if seconds >= 10 else f"{seconds:.2g}"
 
 

@@ -1,14 +1,15 @@
 """Predicts how much longer attention takes on the slowest rank, because packs differ in work.
 
-The packs of a step are sorted by attention and put into rows of ranks that wait for each other, as
-sft/data/packing/level.py does; a row takes as long as its first pack.  If ranks wait for each other only at the end of
-a step, the work counts as even, with one exception: one rank has the costliest pack, and its other packs are at least
-as costly as the cheapest packs of the step.  Packs are drawn at random from the distribution of lengths, with a fixed
-seed.
+The packs of a step are drawn at random from the distribution of lengths, with a fixed seed.  As in
+sft/data/packing/level.py, they are sorted by attention, and consecutive packs form a row: the packs of ranks that wait
+for each other.  A row takes as long as its first pack.  If ranks wait for each other only at the end of a step, all
+ranks count as having the same work, unless a pack is too costly for that: the rank with the costliest pack has at
+least this pack and the cheapest packs of the step.
 
-With dynamic CP, documents are drawn instead.  Each takes the smallest group of ranks that holds it.  A document that
-takes longer than a mean microbatch is alone in its group.  These documents share rows as the packs do, and the others
-fill the ranks of a row up to its time, as far as the ranks have room (sft/data/packing/cp_rows.py).
+With dynamic CP, documents are drawn instead.  Each document takes the smallest group of ranks that holds it.  A long
+document, which takes longer than a mean microbatch, is alone in its group.  Long documents form rows as packs do.  The
+other documents fill the ranks of a row up to the time of the row, if the ranks can hold their tokens
+(sft/data/packing/cp_rows.py).
 """
 
 from functools import lru_cache
@@ -22,13 +23,15 @@ from sft.layers.flops import AttentionCost
 from sft.parallel.layout import Layout
 from sft.parallel.meetings import domain, meeting_ranks
 
-NUM_PACKS, NUM_STEPS, OPEN_PACKS = 256, 16, 8  # packs that are drawn and filled at once, and steps that use them
-NUM_BATCHES = 4  # steps whose documents are drawn, with dynamic CP
-MAX_DOCUMENTS = 32_768  # of the drawn packs, which are fewer if they have many documents and so differ little
+NUM_PACKS = 256  # packs that are drawn
+MAX_DOCUMENTS = 32_768  # of all drawn packs.  Fewer packs are drawn if they have many documents and so differ little
+OPEN_PACKS = 8  # packs that are filled at the same time
+NUM_STEPS = 16  # steps that are made from the drawn packs
+NUM_BATCHES = 4  # with dynamic CP, steps whose documents are drawn
 
 
 def slowest(config: Config, layout: Layout, lengths: Lengths) -> float:
-    """Time of attention in a step / the time if all packs had the same attention; 1: all have."""
+    """Time of attention in a step / the time if all packs had the same attention.  1: all packs have the same."""
     if len(lengths.tokens) == 1 or (layout.dp == 1 and not layout.cp_sizes):
         return 1.0
     if layout.cp_sizes:
@@ -77,7 +80,11 @@ def _of_groups(
     ranks: tuple[int, int],
     rank_tokens: int,
 ) -> float:
-    """number: documents of a step; ranks: all ranks, and those that wait for each other"""
+    """The factor for a distribution of lengths.
+
+    number: documents of a step; sizes: ranks of the group of a document with each length
+    ranks: (number of all ranks, number of ranks that wait for each other); rank_tokens: tokens that a rank holds
+    """
     own, of_group = np.array(tokens), np.array(sizes)
     attention = cost(own)
     drawn = np.random.RandomState(2).choice(len(own), size=(NUM_BATCHES, number), p=shares)
@@ -104,7 +111,7 @@ def of_groups(
         return max(longest, mean) - mean
     num_rows = -(-float(tokens.sum()) // (ranks * rank_tokens)) * ranks / meeting
     is_long = times > float(work.sum()) / meeting / num_rows
-    rows: list[list[float]] = []  # time, free ranks, work that fits, and tokens that fit
+    rows: list[list[float]] = []  # [time, free ranks, further work that fits, further tokens that fit]
     for time, size, count in sorted(zip(times[is_long], sizes[is_long], tokens[is_long]), reverse=True):
         row = next((row for row in rows if row[1] >= size), None)
         if row is None:
@@ -137,9 +144,9 @@ def of_step(packs: np.ndarray, dp: int, width: int) -> float:
 def _packs(
     tokens: tuple[float, ...], shares: tuple[float, ...], seq_length: int, attention: AttentionCost
 ) -> np.ndarray:
-    """float64 [about NUM_PACKS, or fewer]: attention of packs.
+    """The cost of attention of the drawn packs: float64 [packs], about NUM_PACKS or fewer.
 
-    A document goes into the fullest open pack that holds it.
+    A document goes into the fullest open pack that has room for it.
     """
     limited = np.minimum(tokens, seq_length)
     in_pack = seq_length / (shares @ limited)
@@ -147,7 +154,7 @@ def _packs(
     drawn = np.random.RandomState(0).choice(len(limited), size=number, p=shares)
     sizes, costs = limited[drawn].tolist(), attention(limited)[drawn].tolist()
     packs: list[tuple[float, float]] = []
-    opened: list[tuple[float, float]] = []  # tokens that still fit, and attention
+    opened: list[tuple[float, float]] = []  # (tokens that still fit, cost of attention)
     for size, cost in zip(sizes, costs):
         fitting = [pack for pack in opened if pack[0] >= size]
         if fitting:

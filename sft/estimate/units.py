@@ -1,8 +1,8 @@
-"""Divides the weights of a pipeline stage into units: what parallel.shard gathers and reduces at once.
+"""Divides the weights of a pipeline stage into units.  With parallel.shard, a unit is gathered and reduced as a whole.
 
 A unit is the embedding, a layer, the final norm, the block for multi-token prediction, or the output weight (which with
-tied embeddings is the embedding).  Its weights lie in flat buffers: trained and frozen ones, inside and outside of
-experts.  Each weight begins at a multiple of 64 elements, and the part of each rank of the shard group as well.
+tied embeddings is the embedding).  A unit has up to four flat buffers: for trained and for frozen weights, each inside
+and outside of experts.  Each weight, and the part of each rank of the shard group, begins at a multiple of 64 elements.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,8 @@ class UnitSizes:
 class StageUnits:
     """The units of a stage; None: the stage has no such unit.
 
-    layers     by the layer's number, from 1
+    layers     the units of layers by the layer's number, from 1
+    block      the block for multi-token prediction
     output     the output weight; None with tied embeddings, if the stage has the embedding
     """
 
@@ -81,7 +82,7 @@ class StageUnits:
 
 
 def present(unit: UnitSizes | None) -> list[UnitSizes]:
-    """The unit, if the stage has it."""
+    """[unit], or [] if the stage does not have the unit."""
     return [] if unit is None else [unit]
 
 
@@ -94,12 +95,12 @@ def padded(numbers: Numbers, layout: Layout) -> Numbers:
 
 
 def _rounded(number: float, multiple: int = SHARD_ALIGNMENT) -> float:
-    """The next multiple."""
+    """`number`, rounded up to a multiple of `multiple`."""
     return float(-(-number // multiple) * multiple)
 
 
 def _layers(stage: Stage) -> Iterator[tuple[int, UnitSizes]]:
-    """The layers of the stage with their numbers."""
+    """Yield the number and the unit of each layer of the stage."""
     trained = stage.trained
     for group in stage.groups:
         own, numbers = _model_layer(group, stage.layout), [n for n in group.numbers if stage.num_on([n])]
@@ -107,7 +108,7 @@ def _layers(stage: Stage) -> Iterator[tuple[int, UnitSizes]]:
             unit = _unit(stage, own, own)
             yield from ((number, unit) for number in numbers)
             continue
-        units = dict[int, UnitSizes]()  # by the first layer that is alike
+        units = dict[int, UnitSizes]()  # number of the first of several layers that are alike -> their unit
         for number in numbers:
             first = trained.alike.get(number, number)
             if first not in units:
@@ -118,7 +119,7 @@ def _layers(stage: Stage) -> Iterator[tuple[int, UnitSizes]]:
 
 
 def _model_layer(group: LayerGroup, layout: Layout) -> Numbers:
-    """The model's weights of one of these layers on a rank, each rounded up."""
+    """Numbers of elements of one of these layers on a rank, without adapters.  Each weight is rounded up."""
     sizes, dense, experts = sizes_of(group.model), 0.0, 0.0
     for weight in group.weights:
         if weight.is_buffer:
@@ -138,6 +139,6 @@ def _table(stage: Stage, is_trained: bool) -> UnitSizes:
 
 
 def _unit(stage: Stage, own: Numbers, trained: Numbers) -> UnitSizes:
-    """The unit of these parameters.  trained: those that the optimizer updates"""
+    """The unit of these parameters.  own: all parameters; trained: the parameters that the optimizer updates"""
     frozen = Numbers(dense=own.dense - trained.dense, experts=own.experts - trained.experts)
     return UnitSizes(trained=padded(trained, stage.layout), frozen=padded(frozen, stage.layout))

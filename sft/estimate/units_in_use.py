@@ -1,8 +1,9 @@
 """Computes the bytes of the units that are whole at each moment of a step, with parallel.shard = gradients or weights.
 
-    forward    the unit that computes is whole, and so is the next one, whose gather has begun
-    loss       the head is whole, forward and backward
-    backward   in reverse order; the unit's gradients are whole, and so are those of the unit before it, in reduction
+    forward    the unit that computes is whole, and the next unit, whose gather has begun
+    loss       the head is whole, in forward and backward
+    backward   the same as in forward, with the units in reverse order.  The gradients of the unit that computes are
+               also whole, and those of the unit that has just computed, which are being reduced
 
 Forward has no gradients, so backward needs more.  Backward of the embedding needs no weights.
 """
@@ -43,9 +44,9 @@ class UnitsInUse:
         return self._bytes(self.units.block, before=[self.units.head], after=present(self.units.norm))
 
     def at_layers(self, numbers: Iterable[int]) -> dict[str, float]:
-        """Bytes during backward of the one of these layers for which they are most.  numbers: from 1"""
+        """Bytes during backward of one of these layers: the one that needs most.  numbers: layers, from 1"""
         layers, chosen = self._layers, {*numbers}
-        # Layers that are alike share a unit, so few triples differ.
+        # Layers that are alike share a unit, so there are few different triples of neighbouring layers.
         around = dict[tuple[int, ...], int]()
         for position, number in enumerate(self.units.layers):
             if number in chosen:
@@ -76,8 +77,9 @@ class UnitsInUse:
     ) -> dict[str, float]:
         """Bytes while backward computes the unit `now`.
 
-        before: units whose gradients may still be in reduction, with the sum of this rank's part; after: units whose
-        gather has begun
+        before: units that have just computed, whose gradients and the reduced part of this rank are in memory
+        after: units that compute next, whose weights are already gathered
+        needs_weights: False: backward of `now` needs no weights
         """
         parallel, run, layout = self.stage.config.parallel, self.stage.config.run, self.stage.layout
         gathered = [now, *after] if parallel.shard == "weights" and needs_weights else []
@@ -95,9 +97,9 @@ class UnitsInUse:
         return self._parted(numbers).total
 
     def _parted(self, numbers: Numbers) -> Numbers:
-        """The part of these numbers that several ranks divide.  A rank that shares with no other one needs no gather.
+        """The numbers of the parameters that several ranks divide.  Parameters that one rank holds need no gather.
 
-        ep = dp x cp: each expert is on one rank
+        An example of the latter are experts with ep = dp x cp: each expert is on one rank.
         """
         layout = self.stage.layout
         return Numbers(

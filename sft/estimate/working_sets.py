@@ -112,7 +112,10 @@ class StageWork:
         return self.block.kept.total * self.tokens + mtp.saved_vectors(self._repeats_layers) * self.hidden
 
     def saved_by_layers(self) -> tuple[float, float]:
-        """Bytes that the layers of all model chunks save on the device and on the host.  Passes share no slab there."""
+        """Bytes that the layers of all model chunks save: (on the device, on the host).
+
+        On the host, each forward pass whose backward has not run has slabs of its own.
+        """
         stage, train = self.stage, self.stage.config.train
         total = sum(stage.num_on(kind.layers) * kind.kept.total for kind in self.kinds)
         of_layer = total * self.tokens / sum(map(len, stage.chunks))
@@ -130,9 +133,10 @@ class StageWork:
 
     @property
     def _saved_by_embedding_norm(self) -> float:
-        """Bytes that the norm on embeddings saves: an fp32 number per token, and its input.
+        """Bytes that the norm on embeddings saves: an fp32 number per token, and the input of the norm.
 
-        With train.recompute = selective, its output is recomputed, so its input takes the place of the layer's input.
+        With train.recompute = selective, the norm's output is recomputed, and the norm's input replaces the input of
+        the first layer, which counts already.
         """
         stage = self.stage
         if not (stage.is_first and stage.config.model.embedding_norm):
@@ -144,7 +148,7 @@ class StageWork:
         return self.stage.config.train.repeats_layers
 
     def _saved_by_layers(self, layers: range) -> float:
-        """Bytes that these layers have saved on the device.  0 with offload, where later layers' memory is reused."""
+        """Bytes that these layers have saved on the device.  0 with activation offload, which reuses their memory."""
         if self.stage.config.train.offload_fraction:
             return 0.0
         return sum(sum(map(layers.__contains__, kind.layers)) * kind.kept.total for kind in self.kinds) * self.tokens
@@ -195,7 +199,7 @@ class StageWork:
         return model_bytes.widest_gradient(stage.config.model, stage.rank) if stage.trains_layers else 0.0
 
     def _table(self) -> float:
-        """Bytes of the output's gradient of tied embeddings; 0 if the embeddings are not tied, or are frozen."""
+        """Bytes of the head's gradient of tied embeddings; 0 if the embeddings are not tied, or are frozen."""
         stage, model = self.stage, self.stage.config.model
         is_summed = model.tie_embeddings and stage.trained.has(EMBEDDING, ())
         return stage.rank.width * stage.rows * model.hidden_size if is_summed else 0.0
@@ -203,7 +207,8 @@ class StageWork:
     def _head(self) -> float:
         """Bytes of the loss head, with the hidden states after the final norm.
 
-        While the second head of multi-token prediction computes, the gradient and hidden states of the first one stay.
+        While the second head of multi-token prediction computes, the gradient and hidden states of the first head stay
+        in memory.
         """
         loss, model, rank = self.stage.config.loss, self.stage.config.model, self.stage.rank
         head = model_bytes.loss_head(loss, model, rank, vocab_rows=self.stage.rows, tokens=self.tokens)

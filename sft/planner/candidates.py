@@ -17,7 +17,7 @@ from sft.parallel.alignment import misfits
 from sft.planner.task import P2P, RECOMPUTE, Choice, CpComm, Savings, Shards, Sizes, Task, configured
 
 _MOST_VIRTUAL = 4  # more model chunks send more messages and reduce the bubble only a little
-_TILE = 8192  # tokens: large enough for efficient GEMMs, and an MLP of 64K tokens needs an eighth of its memory
+_TILE = 8192  # tokens, enough for efficient GEMMs; with 64K tokens on a rank, an MLP needs an eighth of its memory
 _HEAD_CHUNKS = 8  # with more, products and messages of a chunk become small
 _CHUNK = 1024  # tokens that the loss head computes at a time
 
@@ -72,9 +72,11 @@ def shard_kinds(task: Task) -> list[Shard]:
 
 
 def shards(task: Task, kinds: Iterable[Shard], size: Sizes, num_gpus: int) -> Iterator[Shards]:
-    """The values of parallel.shard and shard_size for this layout, the default first.  kinds: of `shard_kinds`
+    """The values of parallel.shard and shard_size for this layout, the default first.
 
-    Over several nodes, gradients and weights may also be divided within a node, with a copy on each node.
+    If the ranks are on several nodes, gradients and weights may also be divided within a node, with a copy on each.
+
+    kinds: the result of `shard_kinds`
     """
     yield Shards()
     ranks, in_node = num_gpus // (size.tp * size.pp), task.hardware.gpus_per_node // size.tp
@@ -125,8 +127,10 @@ def saves_at_least(more: Savings, less: Savings) -> bool:
 
 
 def _levels(saving: Savings) -> tuple[float, ...]:
-    """Each setting as a number that grows with the saved memory.  The cheapest settings come last, so that a sorted
-    list varies them first."""
+    """Each setting as a number that grows with the saved memory.
+
+    The settings that cost the least time come last, so that they vary first in a sorted list.
+    """
     return (
         saving.optim_offload_fraction,
         RECOMPUTE.index(saving.recompute),

@@ -23,6 +23,7 @@ class Change:
     """A change after which a layout fits.
 
     setting   the change, `data.seq_length=131072`
+    task      the task after the change
     proposal  the best proposal after the change
     """
 
@@ -69,7 +70,7 @@ def _lora(task: Task, num_gpus: int) -> Iterator[Change]:
 
 
 def _shorter(task: Task, num_gpus: int) -> Iterator[Change]:
-    """The change to the longest packs that fit, in sixteenths of the length."""
+    """Yield the change to the longest packs that fit, among multiples of 1/16 of the length."""
     low, high, best = 0, _LENGTHS, None
     while high - low > 1:
         middle = (low + high) // 2
@@ -91,7 +92,7 @@ def _more_gpus(task: Task, num_gpus: int) -> Iterator[Change]:
 
 
 def _larger_gpu(task: Task, num_gpus: int) -> Iterator[Change]:
-    """The change to the GPU with the least memory on which the task fits."""
+    """Yield the change to the GPU with the least memory on which the task fits."""
     hardware = task.hardware
     for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.memory_bytes):
         if gpu.memory_bytes > hardware.gpu.memory_bytes:

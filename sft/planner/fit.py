@@ -54,7 +54,7 @@ def _numbers(proposal: Proposal) -> str:
 
 
 def _with_savings(search: Search, layout: Layout) -> Proposal | None:
-    """The fastest proposal with this layout and other savings that fits device and host."""
+    """The fastest proposal with this layout and any savings that fits device and host; None: no savings suffice."""
     parallel = search.task.config.parallel
     sizes = Sizes(layout.tp, layout.cp, layout.pp, layout.virtual_stages, layout.ep, parallel.dynamic_cp)
     cp_comm = CpComm(parallel.cp_comm, parallel.cp_a2a)
@@ -67,13 +67,13 @@ def _with_savings(search: Search, layout: Layout) -> Proposal | None:
 
 
 def _num_savings(proposal: Proposal) -> int:
-    """The number of settings that differ from the default."""
+    """The number of savings and shard settings that differ from the default."""
     chosen = (*proposal.choice.savings, *proposal.choice.shards)
     return sum(value != default for value, default in zip(chosen, (*Savings(), *Shards())))
 
 
 def _difference(before: Config, proposal: Proposal) -> str:
-    """The settings of the proposal that `before` does not have: `train.recompute=full train.mlp_tile=8192`."""
+    """The settings in which the proposal differs from `before`: `train.recompute=full train.mlp_tile=8192`."""
     after = proposal.config
     sections = ("parallel", "data", "train", "optim", "loss", "checkpoint")
     changed = [

@@ -16,6 +16,8 @@ PARTS = 8  # optim.offload_fraction is a multiple of 1 / 8
 
 @dataclass
 class Predictions:
+    """The predictions for one task on `num_gpus` GPUs, with their cache."""
+
     task: Task
     num_gpus: int
     _configs: dict[Choice, tuple[Config, Layout]] = field(default_factory=dict)
@@ -23,9 +25,10 @@ class Predictions:
     _memories: dict[Choice, Memory] = field(default_factory=dict)
 
     def least_offload(self, choice: Choice) -> Choice:
-        """The choice with the smallest offloaded part of the optimizer with which it fits the device.
+        """The choice with the smallest optim.offload_fraction with which it fits the device.
 
-        Device memory is a convex function of this part, so the line between none and all of it is an upper bound.
+        If it does not fit with 1, or if it offloads nothing, the result is `choice` itself.  Device memory is a convex
+        function of the fraction, so the straight line from 0 to 1 is an upper bound, with which the search begins.
         """
         if not choice.savings.optim_offload_fraction:
             return choice
@@ -73,7 +76,7 @@ class Predictions:
             config, layout = self.resolved(choice)
             task = self.task
             memory = estimate(config, layout, task.vocab_size, trained=task.trained, lengths=task.lengths)
-            if memory.host_copy and not self.fits_host(memory):  # training then waits for saves: see `proposal`
+            if memory.host_copy and not self.fits_host(memory):  # then training waits for saves (`Search.proposal`)
                 memory = replace(memory, host_copy=0.0)
             self._memories[choice] = memory
         return self._memories[choice]

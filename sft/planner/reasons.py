@@ -14,7 +14,12 @@ _SHOWN = 0.005  # parts whose difference is a smaller share of the step are not 
 
 @dataclass(frozen=True, kw_only=True)
 class Reasons:
-    """Sentences without a full stop."""
+    """Sentences without a full stop.
+
+    why     why the best proposal is faster than the second one
+    limits  which parts of a step, and whether memory and the batch, limit the speed
+    buys    what more GPUs would give
+    """
 
     why: Sequence[str]
     limits: Sequence[str]

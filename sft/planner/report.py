@@ -20,7 +20,7 @@ _SMALL = 0.005  # parts below this share of the step are not shown
 class Report:
     """The result of a search for one number of GPUs.
 
-    proposals  the best first; empty if no layout fits the memory
+    proposals  the proposals, the best first; empty if no layout fits the memory
     reasons    None if no layout fits
     changes    changes after which a layout fits; only if no layout fits
     least      if no layout fits, the proposal that needs the least memory; None if no sizes fit the model

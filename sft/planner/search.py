@@ -3,11 +3,11 @@
 The search is best-first: a heap holds partial proposals with a lower bound of their time.  The first bound for sizes of
 a layout is the time of the model's FLOPs at the highest rate, with the pipeline's bubble.  The second bound is the
 predicted time without savings, without exposed messages over cp and dp, and without the update.  Later choices can only
-lengthen it.  The second bound, and later the memory, are predicted only for nodes that the heap pops.  The first
-complete proposals that the heap pops are the best ones: no heuristic excludes a proposal.
+take longer.  The second bound, and later the memory, are predicted only for partial proposals that the heap pops.  The
+first complete proposals that the heap pops are the best ones: no heuristic excludes a proposal.
 
-An optimizer is offloaded in steps of 1/8, and no larger part of it than the device needs to fit.
-Only if nothing fits, a second search computes attention by chunks of heads (train.head_chunks).
+If the optimizer is offloaded, optim.offload_fraction is the smallest multiple of 1/8 with which the proposal fits the
+device.  If nothing fits, a second search computes attention by chunks of heads (train.head_chunks).
 """
 
 import heapq
@@ -41,7 +41,7 @@ class Search:
         self._shard_kinds: list[Shard] = candidates.shard_kinds(self.task)
 
     def best(self, number: int = 1, *, is_memory_limited: bool = True) -> list[Proposal]:
-        """The `number` best proposals, the best first; fewer if fewer fit.  Each `Proposal.group` has at most one.
+        """The `number` best proposals, the best first; fewer if fewer fit.  Of each `Proposal.group`, only the best.
 
         is_memory_limited: False includes proposals that do not fit the memory
         """
@@ -119,7 +119,7 @@ class Search:
     def _turns(self, choice: Choice) -> float:
         """The factor by which the pipeline's bubble lengthens a step.
 
-        pp 4, 8 microbatches -> 1 + 3/8; with 3 virtual stages 1 + 1/8
+        pp 4, 8 microbatches -> 1 + 3/8        with 3 virtual stages -> 1 + 1/8
         """
         sizes, layout = choice.sizes, self._predicted.resolved(choice)[1]
         return 1 + (sizes.pp - 1) / sizes.virtual_stages / layout.num_microbatches
@@ -130,7 +130,7 @@ class Search:
     def fitting(self, choice: Choice) -> list[Savings]:
         """The savings with which the layout fits the device, and the ranks of a node fit its host.
 
-        Savings that save at least as much as others with which it fits are left out, because they cannot be faster.
+        If the layout fits with some savings, savings that save at least as much are left out: they cannot be faster.
         """
         fitting: list[Savings] = []
         most = choice._replace(savings=self._savings[-1])
@@ -152,5 +152,5 @@ class Search:
 
 
 def _is_slower(saving: Savings, fitting: list[Savings]) -> bool:
-    """Whether one of these saves no more, and so cannot be slower."""
+    """Whether `saving` saves at least as much as one of `fitting`, so that it cannot be faster."""
     return any(candidates.saves_at_least(saving, less) for less in fitting)

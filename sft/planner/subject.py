@@ -1,4 +1,4 @@
-"""The recipe whose layout is planned: an existing one, or a new one for a model on the hub or in a folder.
+"""Makes the recipe whose layout is planned: an existing recipe, or a new one for a model on the hub or in a folder.
 
 A new recipe has the settings that the recipes of this project share: two epochs, the learning rates of full and LoRA
 fine-tuning, and YaRN if packs are longer than the contexts that the model was trained on.
@@ -37,9 +37,14 @@ def recipe_of(
     """The recipe in the file `model`, or a new recipe for the model of this name or folder.
 
     seq_length       tokens of a pack; None: data.seq_length of the recipe.  A new recipe needs a value
-    packs            packs of a step, or tokens_per_step in tokens.  If both are None, a recipe keeps its packs; with
-                     another seq_length, and in a new recipe, a step has TOKENS_PER_STEP tokens
-    Raises ConfigError.
+    packs            packs of a step
+    tokens_per_step  tokens of a step, instead of packs.  If both are None, a recipe with its own seq_length keeps its
+                     packs.  In all other cases a step has TOKENS_PER_STEP tokens
+    is_lora          whether to train adapters instead of all weights
+    overrides        overrides of the recipe
+
+    Raises ConfigError if `model` is neither a recipe nor a model, if a new recipe has no seq_length, or if the recipe
+    is not valid.
     """
     is_file = Path(model).suffix in (".yaml", ".yml")
     changes = list(overrides)
@@ -104,8 +109,10 @@ def lora_keys(model: ModelConfig) -> Keys:
 def _positions(rope: RopeConfig, trained: int | None, seq_length: int) -> Keys:
     """Keys of YaRN, if packs have more positions than the model was trained on; {} otherwise.
 
-    Qwen3-8B, trained on 40,960 positions, packs of 131,072 -> factor 4, original_max_position 32,768, the power of two
-    below 40,960
+    trained: number of positions that the model was trained on; None: unknown
+
+    Qwen3-8B, trained on 40,960 positions, packs of 131,072 -> original_max_position 32,768 (the power of two below
+    40,960), factor 4
     """
     if trained is None or seq_length <= trained:
         return {}

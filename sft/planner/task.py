@@ -1,4 +1,4 @@
-"""A planning task (a recipe without its layout, and the hardware that it runs on), and a proposal for it.
+"""Defines planning tasks (a recipe without its layout, and the hardware that it runs on), and proposals for them.
 
 A proposal is a layout with its settings, its predicted memory and its predicted time.  This module defines the
 dimensions of the search, and makes a Config from a choice.  `candidates.py` lists the values of the dimensions, and
@@ -142,14 +142,14 @@ class Savings(NamedTuple):
 
 
 class Shards(NamedTuple):
-    """The recipe's keys for what ranks of dp x cp divide."""
+    """The recipe's keys that say what the ranks of dp x cp divide among them."""
 
     shard: Shard = "optimizer"
     shard_size: int | None = None
 
 
 class Choice(NamedTuple):
-    """The settings that a proposal decides.  cp_comm: None is a value that is not chosen yet; it counts as p2p"""
+    """The settings that a proposal decides.  cp_comm: None: not chosen yet, counts as p2p"""
 
     sizes: Sizes
     cp_comm: CpComm | None
@@ -188,7 +188,7 @@ def configured(base: Config, choice: Choice) -> Config:
 
 
 def _head_chunks(model: ModelConfig, tp: int, most: int | None) -> int | None:
-    """The largest number of chunks, up to `most`, that divides `most` and a rank's key heads: 8 key heads, tp 2 -> 4"""
+    """The largest number of chunks that divides `most` and a rank's heads.  most 8, 8 key heads, tp 2 -> 4"""
     chunks = 1 if most is None else gcd(most, *(heads // tp for heads in softmax.heads(model).values()))
     return chunks if chunks > 1 else None
 
@@ -224,8 +224,10 @@ class Proposal:
 
     @property
     def group(self) -> tuple[int, ...]:
-        """tp, cp, pp, dp and ep.  Reports show the best proposal of each group.  The proposals of a group differ in
-        virtual stages, dynamic CP, cp_comm and savings."""
+        """(tp, cp, pp, dp, ep).  Reports show only the best proposal of each group.
+
+        The proposals of a group differ in virtual stages, dynamic CP, cp_comm, shards and savings.
+        """
         sizes = self.choice.sizes
         return (sizes.tp, sizes.cp, sizes.pp, self.layout.dp, sizes.ep)
 

@@ -34,21 +34,21 @@ from sft.parallel.cp_group import CpGroup
 
 @dataclass
 class PackedDocuments(PackedSeqParams):
-    """The inputs of attention that describe a microbatch.  The engine makes them on every pipeline stage."""
+    """The inputs of attention that describe a microbatch.  The engine makes this object on every pipeline stage."""
 
     cp: CpGroup | None = None  # the ranks that share the pack
-    num_parts: int = 0  # documents of the whole pack, filler documents included, or parts of its texts; for routers
+    num_parts: int = 0  # for routers: documents of the whole pack with filler documents, or with trees, parts of texts
     in_text: Tensor | None = None  # which texts contain which parts (`TokenDocuments`); None: the pack has no trees
     kernels: Mapping[LayerKind, AttentionKernel] = field(default_factory=dict)  # softmax attention; portable only
     rotation: Rotation | None = None  # for this rank's tokens, if attention itself rotates queries and keys
     window_rotation: Rotation | None = None  # like `rotation`, for layers with model.rope.window_base
     own: Mapping[LayerKind, Any] = field(default_factory=dict)  # other inputs of the mixer of each kind of layer
-    kept: KeptCalls | None = None  # calls of attention that recomputation does not repeat; None: it repeats all
+    kept: KeptCalls | None = None  # results of attention that recomputation reuses; None: it computes attention again
 
     def attend(
         self, caller: Any, function: Callable[..., Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor] = ()
     ) -> Tensor:
-        """`function(*inputs, *weights)`.  If `kept` is given, recomputation of the layer does not call it again.
+        """The result of `function(*inputs, *weights)`.  With `kept`, recomputation of the layer reuses this result.
 
         caller: the module that calls, once for each pass of its layer
         """
@@ -145,7 +145,7 @@ class AttentionBackend(ABC):
     def microbatch_kernels(
         self, cu_seqlens: Tensor, cp: CpGroup, device: torch.device, branches: Branches | None
     ) -> Mapping[LayerKind, AttentionKernel]:
-        """The kernels of softmax attention for a microbatch; empty if the library of the backend has its own."""
+        """The kernels of softmax attention for a microbatch; empty if the library of the backend has kernels itself."""
         return {}
 
     def _rotation(self, layers: str, positions: Tensor) -> Rotation | None:

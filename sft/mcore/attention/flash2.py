@@ -73,7 +73,7 @@ def _refused(demand: Demand) -> str | None:
 def _missing() -> str | None:
     """The reason why the installed torch cannot run the kernel; None if it can."""
     lacking = sorted({"cum_seq_q", "scale", *_WINDOW} - _arguments())
-    return f"that of torch {torch.__version__} takes no {' and no '.join(lacking)}" if lacking else None
+    return f"the operator of torch {torch.__version__} takes no {' and no '.join(lacking)}" if lacking else None
 
 
 @cache

@@ -1,8 +1,8 @@
 """FlashAttention-3 of the package flash-attn-3 (Hopper, bf16) as operators of flash_kernel.py.
 
-This module calls the operators that the library registers with torch.  torch.nn.attention can put the same operators in
-the place of its own flash kernel, but then for every layer of the process.  The library's autograd function would save
-the keys of the whole pack in every layer.
+This module calls the operators that the library registers with torch.  torch.nn.attention could replace torch's flash
+kernel by these operators, but only for all layers of the process.  The library's autograd function would save the keys
+of the whole pack in every layer.
 
 The checks of the library are in C++ and run on a GPU only, so this module repeats them: hopper/flash_api.cpp of
 flash-attention, commit 0251105a.  A build may leave out kernels; its module `flash_attn_config` says which.
@@ -94,10 +94,10 @@ def _refused(demand: Demand) -> str | None:
 
 
 def _asked(demand: Demand) -> str | None:
-    """The kernel that this build leaves out, if the layers need it."""
+    """A message about the kernels that the layers need and this build leaves out; None: it has all of them."""
     try:
         flags: Mapping[str, bool] = importlib.import_module("flash_attn_config").CONFIG["build_flags"]
-    except (ImportError, AttributeError, KeyError):  # older releases do not say
+    except (ImportError, AttributeError, KeyError):  # older releases do not list the kernels that are left out
         return None
     left_out = {name.partition("DISABLE_")[2] for name, is_set in flags.items() if is_set}
     missing = [name for name in _needed(demand) if name in left_out]

@@ -29,7 +29,7 @@ PACKAGE = Package(
 )
 _HOPPER, _BLACKWELL = 9, 10  # major compute capabilities
 _GPUS = (_HOPPER, _BLACKWELL)
-_COMPARED = 192  # widest heads on Blackwell; wider ones without a window compile, but have not run
+_COMPARED = 192  # widest heads that are allowed on Blackwell; kernels for wider heads compile, but nobody has run them
 _ALIGNMENT = 8  # bf16 elements that one memory access reads
 
 

@@ -1,6 +1,7 @@
-"""A call of a library's flash kernel: the rows and the lengths of its sequences.
+"""Describes one call of a library's flash kernel: the rows and the lengths of its sequences.
 
-flash_kernel.py makes the causal calls of a microbatch, and parent_keys.py those of branches without a mask.
+flash_kernel.py makes the causal calls of a microbatch.  parent_keys.py makes the calls without a mask, in which
+branches attend to their parents.
 """
 
 from dataclasses import dataclass
@@ -36,7 +37,12 @@ class Call:
     def of(
         num_queries: np.ndarray, num_keys: np.ndarray, sequences: np.ndarray, key_order: np.ndarray, device: Any
     ) -> "Call":
-        """sequences: indices; key_order: all sequences in the order of their keys"""
+        """The call of some of the sequences of a microbatch.
+
+        num_queries, num_keys  int64 [n], numbers of queries and keys of all n sequences
+        sequences              int64, indices of the sequences of this call
+        key_order              int64 [n], the indices of all sequences in the order of their keys
+        """
         return Call(
             queries=_rows(num_queries, np.arange(len(num_queries)), sequences, device),
             keys=_rows(num_keys, key_order, sequences, device),
@@ -52,7 +58,7 @@ class Call:
 
 
 def _rows(lengths: np.ndarray, order: np.ndarray, sequences: np.ndarray, device: torch.device) -> Rows:
-    """The rows of `sequences`.  order: all sequences in row order
+    """The rows of `sequences`.  lengths: numbers of rows of all sequences; order: all sequences in the order of rows
 
     lengths 2, 8, 3, order 0 1 2, sequences 1 2 -> slice(2, 13); sequences 0 2 -> 0 1 10 11 12
     """
@@ -62,7 +68,7 @@ def _rows(lengths: np.ndarray, order: np.ndarray, sequences: np.ndarray, device:
 
 
 def rows_of_runs(starts: np.ndarray, lengths: np.ndarray, device: torch.device) -> Rows:
-    """The rows of runs: a slice if they are consecutive, else indices.  The rows of a slice are a view."""
+    """The rows of runs: a slice if all runs are consecutive, else indices.  Indexing with a slice copies nothing."""
     starts, lengths = starts[lengths > 0], lengths[lengths > 0]
     if (starts[1:] == (starts + lengths)[:-1]).all():
         return slice(int(starts[0]), int(starts[-1] + lengths[-1])) if len(starts) else slice(0, 0)
@@ -70,5 +76,5 @@ def rows_of_runs(starts: np.ndarray, lengths: np.ndarray, device: torch.device) 
 
 
 def boundaries(lengths: np.ndarray, device: torch.device) -> Tensor:
-    """Lengths 2, 8 -> int32 [0, 2, 10]."""
+    """The boundaries of consecutive sequences, on the device: lengths 2, 8 -> int32 [0, 2, 10]."""
     return send(torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)), device)

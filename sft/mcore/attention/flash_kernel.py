@@ -4,7 +4,7 @@ Each local chunk of queries (`context_parallel.local_chunks`) is one sequence.  
 of the document from its first token to the chunk's last query.  With a sliding window they begin with the first key in
 the window of the chunk's first query.  The causal mask is aligned to the bottom right: the last query attends to the
 last key.  With context parallelism both chunks of a rank need a document's early keys, so the two sequences together
-have 1 + 1 / (2 cp) times as many keys as the document.  No tensor has size tokens x tokens.
+have (1 + 1 / (2 cp)) times the keys of the document.  No tensor has size tokens x tokens.
 
 A branch (sft/parallel/branches.py) also attends to tokens of its ancestors, in further calls (parent_keys.py).  With a
 window, the last keys of the ancestors are copied before each chunk instead (sft/parallel/halo.py).
@@ -37,7 +37,8 @@ from sft.parallel.branches import Branches
 from sft.parallel.halo import Halo
 from sft.parallel.length_classes import length_classes
 
-OTHER_MAKER = (0, 0)  # AMD's numbers mean other things, and there torch's flash kernel alone runs
+# Replaces the compute capability of an AMD GPU, which means something else.  Only torch's flash kernel runs there.
+OTHER_MAKER = (0, 0)
 
 
 class Demand(NamedTuple):
@@ -48,7 +49,8 @@ class Demand(NamedTuple):
     has_window        whether the layers have a sliding window
     softcap           limit of the scores; None: no limit
     is_deterministic  whether gradients must be equal, bit for bit, when they are computed again
-    capability        compute capability of the GPU; None: of this machine's GPU, or of Hopper if there is none
+    capability        compute capability of the GPU; None: that of this machine's GPU, or Hopper's on a machine without
+                      a GPU
     """
 
     device_type: str
@@ -71,7 +73,7 @@ class Demand(NamedTuple):
         return torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
 
     def rate(self, kernel: str) -> kernel_rates.Rate | None:
-        """The rate of the kernel for such layers; None: nothing is known, or it does not compute them."""
+        """The rate of the kernel for such layers; None: the rate is not known, or it does not compute such layers."""
         architecture = kernel_rates.architecture_of(self.gpu[0])
         has_softcap = self.softcap is not None
         widths, is_grouped = (self.key_width, self.value_width), self.heads_per_key > 1
@@ -88,11 +90,11 @@ class Operators:
               attends to all keys of its sequence also pass causal=False
     backward  (grad, query, keys, values, out, log-sum-exp, then the other arguments of forward) -> gradients of query,
               keys and values
-    refused   the reason why no release of the kernel computes layers with this demand in bf16 on this GPU; else None
+    refused   demand -> the reason why no release of the kernel computes such layers in bf16 on this GPU; None if it can
     pads_values  whether values must be padded to the width of keys
     package   the package of the kernel; None: the kernel is torch's own
-    asked     like `refused`, by the checks of the installed package itself
-    starts_all_blocks  whether the kernel starts as many blocks for each sequence as for the longest (length_classes.py)
+    asked     demand -> the reason by which the installed package itself refuses such layers; None if it accepts them
+    starts_all_blocks  whether the kernel starts the same number of blocks for each sequence (length_classes.py)
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -150,7 +152,9 @@ class FlashKernel:
         softcap: float | None = None,
         branches: Branches | None = None,
     ) -> "FlashKernel":
-        """cu_seqlens: int32 [documents + 1], padded boundaries of the documents of the whole pack.
+        """The kernel of a microbatch on one rank.
+
+        cu_seqlens: int32 [documents + 1], padded boundaries of the documents of the whole pack
 
         one document of 8 tokens, cp 2, rank 0 -> two sequences: queries 0 1 | 6 7, keys 0 1 | 0 1 2 3 4 5 6 7
         """
@@ -169,7 +173,7 @@ class FlashKernel:
         if halo is not None:
             key_source = HaloKeys.of(halo, device)
         elif cp_size > 1:
-            order = np.concatenate(classes)  # keys are gathered by index anyway, so a class gets consecutive ones
+            order = np.concatenate(classes)  # keys are gathered by index in any order, so each class gets a slice
             gathered = context_parallel.gathered_positions(cu_seqlens, cp_size)
             starts = np.array([chunk.document_start for chunk in chunks])
             in_pack = context_parallel.runs(starts[order], num_keys[order])
@@ -240,7 +244,10 @@ class FlashKernel:
 
 
 def _written(whole: Tensor | None, part: Tensor, rows: Rows, count: int, axis: int = 0) -> Tensor:
-    """Write a part into its rows of a tensor with `count` rows along `axis`.  whole: None: not allocated yet"""
+    """Write a part into its rows of a tensor with `count` rows along `axis`, and return the tensor.
+
+    whole: the tensor; None: it is allocated here.  If the part has all rows, the part itself is returned
+    """
     if isinstance(rows, slice) and rows == slice(0, count):
         return part
     if whole is None:

@@ -1,4 +1,4 @@
-"""How a rank gets the keys and values of other context-parallel ranks, and returns their gradients.
+"""Gets the keys and values of other context-parallel ranks, and returns their gradients.
 
     LocalKeys        cp 1: the rank has all keys, and nothing is sent
     AllGatheredKeys  cp > 1: every rank gets the keys of the whole pack, one head group at a time
@@ -47,6 +47,8 @@ class Transfer:
 
 
 class KeySource(Protocol):
+    """The interface of the classes of this module."""
+
     def num_groups(self, num_key_heads: int) -> int:
         """Number of head groups, which are transferred one after the other."""
 
@@ -65,6 +67,8 @@ class KeySource(Protocol):
 
 @dataclass(frozen=True)
 class LocalKeys:
+    """The keys of this rank, with cp 1."""
+
     def num_groups(self, num_key_heads: int) -> int:
         return 1
 
@@ -77,7 +81,10 @@ class LocalKeys:
 
 @dataclass(frozen=True)
 class AllGatheredKeys:
-    """key_order: int64 [k], for each key that the kernel needs, its index in the concatenated parts of all ranks"""
+    """The keys of the whole pack, gathered from all ranks.
+
+    key_order: int64 [k], for each key that the kernel needs, its index in the concatenated parts of all ranks
+    """
 
     key_order: Tensor
 
@@ -155,7 +162,8 @@ class HaloKeys:
 def _summed(dkeys: Tensor, dvalues: Tensor, order: Tensor, num_tokens: int) -> Tensor:
     """Sum the gradients of keys and values over chunks, in fp32 or float64.
 
-    dkeys, dvalues [k, key heads, d], order [k]: index of each key's token -> [num_tokens, key heads, both widths]
+    dkeys, dvalues [k, key heads, d], order [k]: index of each key's token
+    -> [num_tokens, key heads, width of keys + width of values]
     """
     wide, widths = torch.promote_types(dkeys.dtype, torch.float32), [dkeys.shape[-1], dvalues.shape[-1]]
     total = dkeys.new_zeros((num_tokens, dkeys.shape[1], sum(widths)), dtype=wide)

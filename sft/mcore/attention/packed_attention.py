@@ -36,7 +36,8 @@ class AttentionKernel(Protocol):
     def key_source(self) -> KeySource: ...
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """query [t, heads, d], keys and values [k, key heads, d] -> out [t, heads, d], log-sum-exp [heads, t].
+        """Attention of one head group: query [t, heads, d], keys and values [k, key heads, d]
+        -> out [t, heads, d], log-sum-exp [heads, t].
 
         Values may have another width than keys; `out` is as wide as values.
         """
@@ -44,7 +45,7 @@ class AttentionKernel(Protocol):
     def backward(
         self, grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, keys and values.  Gradients of keys and values come from this rank's queries alone."""
+        """The gradients of query, keys and values.  Only this rank's queries contribute to those of keys and values."""
 
 
 def packed_attention(
@@ -57,7 +58,7 @@ def packed_attention(
     rotation: Rotation | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """query [t, heads, d], key and value [t, key heads, d] of this rank's tokens -> [t, heads, d].
+    """Attention of this rank's tokens: query [t, heads, d], key and value [t, key heads, d] -> [t, heads, d].
 
     Values may have another width than keys; the result is as wide as values.  Collective over cp.
     rotation: applied to queries and keys first; None: no rotation

@@ -28,10 +28,10 @@ from sft.parallel.rectangles import rectangles
 class ParentKeys:
     """The calls in which branches attend to their ancestors.
 
-    calls    their rows count among `queries` and `keys`
+    calls    the calls; their rows are indices into `queries` and `keys`
     queries  the rows of branches among all queries
     keys     the rows of keys before forks among all keys
-    is_copy  whether these keys are copies, which the causal calls do not compute
+    is_copy  whether these keys are copies that only these calls use, and no causal call
     """
 
     calls: Sequence[Call]
@@ -49,8 +49,10 @@ class ParentKeys:
         starts_all_blocks: bool,
         device: torch.device,
     ) -> "ParentKeys":
-        """query_starts       int64 [documents + 1], boundaries of the documents among all queries
-        key_starts         int64 [documents], index of each parent's first key among all keys
+        """The calls of a pack on one rank.
+
+        query_starts       int64 [documents + 1], boundaries of the documents among all queries
+        key_starts         int64 [documents], index of each document's first key among all keys
         starts_all_blocks  whether rectangles of one call must have similar lengths (`Operators`)
         """
         is_branch = branches.parents >= 0
@@ -83,7 +85,7 @@ class ParentKeys:
         )
 
     def add(self, forward: Callable[..., Any], inputs: Sequence[Tensor], out: Tensor, lse: Tensor) -> None:
-        """Add the keys to the softmax of branches, in `out` [t, heads, d] and `lse` [heads, t].
+        """Add the keys before branches to the softmax of the branches, in `out` [t, heads, d] and `lse` [heads, t].
 
         forward: the operator, with all other arguments; inputs: query, keys and values
         """
@@ -97,9 +99,10 @@ class ParentKeys:
     def add_gradients(
         self, backward: Callable[..., Any], inputs: Sequence[Tensor], gradients: Sequence[Tensor], dtype: torch.dtype
     ) -> None:
-        """Add the gradients of all calls to `gradients`, of query, keys and values.
+        """Add the gradients of all calls to `gradients`: those of query, keys and values.
 
-        backward: the operator, with all other arguments; inputs: its tensors, up to the log-sum-exp; dtype: of sums
+        backward: the operator, with all other arguments
+        inputs: grad, query, keys, values, out and log-sum-exp; dtype: the dtype in which gradients are summed
         """
         grad, query, keys, values, out, lse = inputs
         of_queries, (keys, values) = [x[self.queries] for x in (grad, query, out)], (

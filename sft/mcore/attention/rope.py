@@ -1,4 +1,4 @@
-"""Rotary position embedding: the frequencies for each scaling method, the rotation, and the table of angles.
+"""Computes the rotary position embedding: the frequencies of each scaling method, the rotation, the table of angles.
 
 Frequencies follow Hugging Face transformers, whose definitions match released weights: linear (Chen 2023), llama3
 (Llama 3.1), YaRN (Peng 2023), and proportional, which rotates only the first dimensions of a head (Gemma 4).
@@ -115,8 +115,10 @@ class Rotation:
         *,
         whole_heads: bool | None = None,
     ) -> "Rotation":
-        """positions: int64 [t], positions of tokens in their documents.  Angles are fp32, as in transformers.
+        """The rotation of tokens.  Angles are fp32, as in transformers.
 
+        positions: int64 [t], positions of the tokens in their texts
+        inv_freq: float32 [rotary_dim / 2], the result of `frequencies`; dtype: of cos and sin
         whole_heads: whether whole heads are rotated; None: they are if rope.fraction is 1
         """
         angles = torch.outer(positions.to(torch.float32), inv_freq)
@@ -186,7 +188,7 @@ class RotaryTable(torch.nn.Module):
         return length
 
     def forward(self, length: int, packed_seq: bool = True, cp_group: Any = None) -> Tensor:
-        """float32 [length, 1, 1, rotary_dim]: the angle of each pair of dimensions, twice (rotate-half convention)."""
+        """The table: float32 [length, 1, 1, rotary_dim], the angles of all pairs of dimensions, and then once more."""
         if self.table.shape[0] < length:
             angles = torch.outer(torch.arange(length, dtype=torch.float32, device=self.inv_freq.device), self.inv_freq)
             self.table = torch.cat((angles, angles), dim=-1)[:, None, None, :]

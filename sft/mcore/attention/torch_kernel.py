@@ -8,8 +8,8 @@ sliding window, a tile of n queries computes the scores of at most window - 1 + 
 
 Scores may be soft-capped: cap * tanh(score / cap) (Gemma 2, arXiv:2408.00118).
 
-Products are in fp32, or in float64 if the inputs are.  On CUDA in bf16, the factors of products are in bf16, because
-tensor cores multiply these, and tiles are larger.  Sums, and everything else in a tile, are in fp32 there, too.
+Products are in fp32, or in float64 if the inputs are in float64.  On CUDA in bf16, the factors of products are in bf16,
+so that tensor cores multiply them, and tiles are larger.  All other values of a tile are in fp32 there, too.
 """
 
 import math
@@ -29,11 +29,11 @@ from sft.parallel.halo import Halo
 
 QUERY_TILE = 256  # rows of a tile of scores
 KEY_TILE = 512  # columns of a tile of scores
-LARGE_QUERY_TILE, LARGE_KEY_TILE = 1024, 2048  # the same on tensor cores, which wait for the start of a small tile
+LARGE_QUERY_TILE, LARGE_KEY_TILE = 1024, 2048  # the same on tensor cores, for which small tiles have too little work
 
 
 class Keys(NamedTuple):
-    """Keys start .. stop - 1 of the kernel's keys, which have consecutive positions.  position: of the first of them"""
+    """The keys start .. stop - 1 among the kernel's keys.  position: position of the first key; others follow it"""
 
     start: int
     stop: int
@@ -41,7 +41,7 @@ class Keys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """The queries of one chunk, and the keys to which they attend, as far as the mask and the window let them.
+    """The queries of one chunk, and the keys to which they attend unless the mask or the window hides them.
 
     start     index of the first query among the local queries
     length    number of queries
@@ -56,7 +56,7 @@ class Queries(NamedTuple):
 
     @staticmethod
     def of(chunk: Chunk, document: int, cu_seqlens: np.ndarray, branches: Branches | None) -> "Queries":
-        """The kernel's keys are those of the pack.  document: the number of the chunk's document"""
+        """The queries of `chunk`, if the kernel has the keys of the whole pack.  document: number of its document"""
         depth = 0 if branches is None else int(branches.depths[document])
         path = () if branches is None else branches.path(document)
         starts = [int(cu_seqlens[piece.document]) for piece in path]
@@ -101,7 +101,7 @@ class TorchKernel:
         }
         if cp_size == 1 or window is None:
             local = local_chunks(cu_seqlens, cp_size, cp_rank)
-            of_document = 1 if cp_size == 1 else 2  # chunks
+            of_document = 1 if cp_size == 1 else 2  # number of chunks of a document on this rank
             chunks = [Queries.of(c, number // of_document, cu_seqlens, branches) for number, c in enumerate(local)]
             key_source: KeySource = LocalKeys()
             if cp_size > 1:
@@ -140,7 +140,7 @@ class TorchKernel:
         return dquery, dkeys, dvalues
 
     def _tiles(self, dtype: torch.dtype) -> Iterator["_Tile"]:
-        """dtype: of queries, keys and values"""
+        """The tiles of all chunks.  dtype: the dtype of queries, keys and values"""
         wide = torch.promote_types(dtype, torch.float32)
         is_large = self.has_tensor_cores and dtype != wide
         num_queries, num_keys = (LARGE_QUERY_TILE, LARGE_KEY_TILE) if is_large else (QUERY_TILE, KEY_TILE)
@@ -153,7 +153,11 @@ class TorchKernel:
 
 
 class _Limits(NamedTuple):
-    """Properties of all tiles of a kernel: window and soft cap, the most keys, and the dtype of factors of products."""
+    """Properties of all tiles of a kernel.
+
+    num_keys  the most keys of a tile
+    factors   dtype of the factors of products
+    """
 
     window: int | None
     softcap: float | None
@@ -163,15 +167,15 @@ class _Limits(NamedTuple):
 
 @dataclass(frozen=True)
 class _Tile:
-    """Up to QUERY_TILE consecutive queries of one document, or LARGE_QUERY_TILE of them."""
+    """Consecutive queries of one document: at most QUERY_TILE, or at most LARGE_QUERY_TILE on tensor cores."""
 
     rows: slice  # indices of these queries among the local queries
     position: int  # the position of the first query
-    keys: tuple[Keys, ...]  # of the chunk
+    keys: tuple[Keys, ...]  # the keys of the chunk
     limits: _Limits
 
     def key_tiles(self) -> Iterator[Keys]:
-        """The keys to which these queries attend."""
+        """Yield the keys to which these queries attend, at most `limits.num_keys` at a time."""
         last = self.position + self.rows.stop - self.rows.start
         window, size = self.limits.window, self.limits.num_keys
         first = 0 if window is None else max(0, self.position - window + 1)
@@ -198,7 +202,7 @@ class _Tile:
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, tile: _Tile, scale: float) -> tuple[Tensor, Tensor]:
-    """query [n, heads, d] -> out [n, heads, width of values], log-sum-exp of the scores [heads, n]."""
+    """Attention of a tile: query [n, heads, d] -> out [n, heads, width of values], log-sum-exp of scores [heads, n]."""
     rows, factors = _grouped(query, keys.shape[1]), tile.limits.factors
     largest = rows.new_full((*rows.shape[:-1], 1), -math.inf)
     total = torch.zeros_like(largest)
@@ -225,9 +229,10 @@ def _attend_backward(
     tile: _Tile,
     scale: float,
 ) -> Tensor:
-    """Add this tile's contribution to `gradients`, of keys and values, and return the gradient of the tile's queries.
+    """Add this tile's contribution to the gradients of keys and values, and return the gradient of the tile's queries.
 
-    saved: query, out, lse and grad of the tile's rows; gathered: all keys and values
+    saved: query, out, lse and grad of the tile's rows
+    gathered: all keys and values; gradients: their gradients, to which the contribution is added
     """
     query, out, lse, grad = saved
     (keys, values), (dkeys, dvalues) = gathered, gradients
@@ -252,9 +257,9 @@ def _attend_backward(
 
 
 def _scores(rows: Tensor, keys: Tensor, tile: _Tile, block: Keys, scale: float) -> tuple[Tensor, Tensor | None]:
-    """rows [groups, heads per group, n, d], keys [k, groups, d] -> scores [groups, heads per group, n, k].
+    """The scores of a tile, and the derivative of the soft cap; None: there is no soft cap.
 
-    Also returns the derivative of the soft cap; None: no cap.
+    rows [groups, heads per group, n, d], keys [k, groups, d] -> scores [groups, heads per group, n, k]
     """
     scores = _product(rows.flatten(1, 2).to(tile.limits.factors), tile.factor(keys).transpose(1, 2)).mul_(scale)
     scores, slope, softcap = scores.view(*rows.shape[:-1], keys.shape[0]), None, tile.limits.softcap
@@ -267,20 +272,20 @@ def _scores(rows: Tensor, keys: Tensor, tile: _Tile, block: Keys, scale: float) 
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
-    """[n, heads, d] -> [groups, heads per group, n, d] in fp32 or float64."""
+    """Sort heads by their key head: [n, heads, d] -> [groups, heads per group, n, d] in fp32 or float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(1, (groups, -1)).permute(1, 2, 0, 3).contiguous()
 
 
 def _ungrouped(x: Tensor) -> Tensor:
-    """[groups, heads per group, n, d] -> [n, heads, d]"""
+    """Undo `_grouped`: [groups, heads per group, n, d] -> [n, heads, d]."""
     return x.permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a [groups, n, m] times b [groups, m, k], summed in fp32 or float64.
+    """The product of a [groups, n, m] and b [groups, m, k], summed in fp32 or float64.
 
-    torch has a product of bf16 with a result in fp32 on CUDA only.  Elsewhere the factors are converted first, which
-    changes no number but the order of sums.
+    On CUDA, torch can multiply bf16 factors with a result in fp32.  On other devices the factors are converted first,
+    which changes only the order of sums.
     """
     wide = torch.promote_types(a.dtype, torch.float32)
     if a.is_cuda and a.dtype != wide:

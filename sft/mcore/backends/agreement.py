@@ -1,6 +1,6 @@
-"""Refuses a run whose ranks would compute attention by different kernels, because each rank chooses on its own machine.
+"""Refuses a run whose ranks would compute attention by different kernels.  Each rank chooses on its own machine.
 
-Ranks of different kernels would have results of different rounding, and the fast ones would wait for the slow ones.
+The results of different kernels are rounded differently, and ranks with fast kernels would wait for the others.
 """
 
 import socket
@@ -22,11 +22,11 @@ _KEYS: dict[str, str] = {
     "modules": "run.modules",
     **dict.fromkeys(_RECURRENT, "attention.delta_rule"),
 }
-_SHOWN = 4  # hosts, or ranks, that the message names for each kernel
+_SHOWN = 4  # the most hosts, and the most ranks, that the message names for each kernel
 
 
 def kernels_here(backend: AttentionBackend, device_type: str) -> dict[str, Any]:
-    """The choice of this rank, as a message: its host and GPU, the modules and kernels, and why not other kernels."""
+    """The choice of this rank, as values to send: host, GPU, modules, kernels, and why other kernels cannot run."""
     chosen = backend.chosen if isinstance(backend, Portable) else {}
     on_gpu = device_type == "cuda" and torch.cuda.is_available()
     return {
@@ -76,7 +76,7 @@ def _numbers(members: Sequence[int]) -> str:
 
 
 def _reason(ranks: Sequence[Mapping[str, Any]], kind: str, by_name: Mapping[str, Sequence[int]]) -> str:
-    """Why some ranks do not use the kernel of others; empty if they do not know."""
+    """A text that says why some ranks do not use the kernel of other ranks; empty if no rank knows the reason."""
     for members in by_name.values():
         own = ranks[members[0]]
         if kind == "backend":

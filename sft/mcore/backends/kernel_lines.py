@@ -1,6 +1,6 @@
-"""Says at the start of a run which kernel computes each kind of layer, how fast it should be, and what would be faster.
+"""Writes the lines that say at the start of a run which kernel computes each kind of layer, and which would be faster.
 
-sft/layers/kernel_rates.py has the rates.  On a CPU nothing is said.
+sft/layers/kernel_rates.py has the rates.  On a CPU there are no lines.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,7 +27,7 @@ INSTALL: Mapping[str, str] = {
 
 
 class Faster(NamedTuple):
-    """A kernel that this machine could run.  advice: what the user does to get it"""
+    """A kernel that is faster than the chosen one.  advice: what the user must do to use it"""
 
     name: str
     rate: Rate
@@ -35,8 +35,11 @@ class Faster(NamedTuple):
 
 
 def kernel_lines(config: Config, backend: AttentionBackend, device_type: str) -> list[str]:
-    """A line for each kind of layer with a softmax.  It begins with WARNING if a faster kernel is missing or is left
-    out; Transformer Engine, which has fused modules and FP8 too, is no reason for a warning."""
+    """A line for each kind of layer with a softmax.
+
+    On the portable backend, a line begins with WARNING if a faster kernel is missing or is left out.  On te there is no
+    warning, because te also brings fused modules and FP8.
+    """
     if device_type == "cpu" or not torch.cuda.is_available():
         return []
     is_portable = isinstance(backend, Portable)
@@ -64,9 +67,9 @@ def _fastest(options: Iterable[tuple[str, str]], demand: Demand, rate: Rate | No
 def _softmax_layers(
     config: Config, backend: AttentionBackend, device_type: str
 ) -> dict[LayerKind, tuple[str, Demand, Mapping[str, str | None]]]:
-    """For each kind of layer: name of its kernel, what it asks of a kernel, and why it does not run on each other one.
+    """For each kind of layer: the name of its kernel, its demand, and the reason why it does not use each other kernel.
 
-    The reason is None for a kernel that could run.
+    The reason is None if that kernel could run.
     """
     if isinstance(backend, Portable):
         chosen = {kind: x for kind, x in backend.chosen.items() if x.demand is not None}
@@ -84,7 +87,10 @@ def _softmax_layers(
 
 
 def _packages(why_not: Mapping[str, str | None], is_portable: bool) -> Iterator[tuple[str, str]]:
-    """Kernels that would run, and how: after an installation, another backend, or without attention.kernels."""
+    """Yield each kernel that could run, with the change that it needs.
+
+    The change is an installation, another backend, or another value of attention.kernels.
+    """
     to_portable = "" if is_portable else "attention.backend=portable uses it"
     for name, reason in why_not.items():
         package = kernels.FLASH[name].package if name in kernels.FLASH else None

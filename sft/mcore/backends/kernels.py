@@ -31,7 +31,7 @@ from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 # (cu_seqlens of the whole pack, cp size, cp rank, device, window=, branches=) -> the kernel of a microbatch
 MakeKernel = Callable[..., AttentionKernel]
 
-# The flash kernels of softmax attention.  Plain torch computes the layers that they cannot.
+# The flash kernels of softmax attention.  Plain torch computes the layers that no flash kernel can compute.
 FLASH: Mapping[str, Operators] = {
     kernel_rates.FLASH3: FLASH3,
     kernel_rates.FLASH4: FLASH4,
@@ -61,6 +61,7 @@ class Chosen(NamedTuple):
 
 
 def demand_of(config: Config, mixer: Mixer, device_type: str) -> Demand:
+    """The properties of this kind of layer in this run that a kernel must support."""
     model = mixer.model
     return Demand(
         device_type,
@@ -75,7 +76,7 @@ def demand_of(config: Config, mixer: Mixer, device_type: str) -> Demand:
 
 
 def by_rate(demand: Demand) -> list[str]:
-    """The names of FLASH, the fastest first.  Those without a known rate come last."""
+    """The names of FLASH, the fastest kernel first.  Kernels without a known rate come last."""
     rates = {name: demand.rate(name) for name in FLASH}
     return sorted(FLASH, key=lambda name: -known.together if (known := rates[name]) else 0.0)
 
@@ -120,7 +121,7 @@ class RecurrentKernels(NamedTuple):
 
 
 def _recurrent(kernels: RecurrentKernels, config: Config, mixer: Mixer, device_type: str) -> Chosen:
-    """The kernel of a recurrence; `str` of it says why it was chosen.
+    """The kernel of a recurrence.  str(kernel) says why it was chosen.
 
     attention.delta_rule = auto means fla if FLA can compute this run, else torch.  Raises ConfigError if the recipe
     names fla and FLA cannot compute this run.
@@ -148,7 +149,9 @@ KERNELS: Mapping[LayerKind, Callable[[Config, Mixer, str], Chosen]] = {
 
 
 def choose(config: Config, device_type: str) -> dict[LayerKind, Chosen]:
-    """The kernel of each kind of layer of the model that is in KERNELS.  Raises ConfigError if the recipe names a
-    kernel that cannot run."""
+    """The kernel of each kind of layer of the model, if KERNELS has the kind.
+
+    Raises ConfigError if the recipe names a kernel that cannot run.
+    """
     mixers = {group.mixer.kind: group.mixer for group in all_layer_groups(config.model)}
     return {kind: KERNELS[kind](config, mixer, device_type) for kind, mixer in mixers.items() if kind in KERNELS}

@@ -1,7 +1,7 @@
-"""The `portable` backend: attention over packed documents without Transformer Engine, on any device.
+"""Implements the `portable` backend: attention over packed documents without Transformer Engine, on any device.
 
-kernels.py chooses the kernel: a flash kernel on CUDA in bf16, or plain torch everywhere.  Attention itself rotates
-queries and keys, so core does not.  It gets keys and values of other ranks over the context-parallel group
+kernels.py chooses the kernel: a flash kernel on CUDA in bf16, or plain torch on any device.  Attention itself rotates
+queries and keys, so core does not.  Attention gets keys and values of other ranks over the context-parallel group
 (packed_attention.py).
 """
 
@@ -29,7 +29,11 @@ from sft.parallel.cp_group import CpGroup
 
 
 class Portable(AttentionBackend):
-    """chosen: the kernel of each kind of layer that the model has; library: None means the local one"""
+    """The backend without Transformer Engine's attention.
+
+    chosen   the kernel of each kind of layer that the model has
+    library  the library of modules; None: `LocalLibrary`
+    """
 
     name = "portable"
     latent_attention = SharedLatents
@@ -83,7 +87,7 @@ class PortableAttention(OwnWeights):
         is_scaled = self.rotates and not self.has_own_base
         self.scale = softmax_scale if is_scaled else rope.plain_scale(own)
         self.tp_group = pg_collection.tp
-        # Norms of rotated queries and keys; None: norms, if there are any, come before.
+        # Applies norms to rotated queries and keys.  None: norms, if there are any, come before the rotation.
         self.norm_rotated: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
         self.softmax_offset = None  # core's name for the scores of sinks
         if own.attention_sinks:

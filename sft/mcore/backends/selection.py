@@ -21,8 +21,10 @@ def choose(config: Config, device_type: str) -> AttentionBackend:
     """The backend for this recipe on this machine.
 
     attention.backend = auto means te if Transformer Engine can compute this run and `Config.auto_is_portable` names no
-    reason against it, else portable.  Raises ConfigError if te cannot run here and the recipe names te; if the recipe
-    names modules or a kernel that cannot run, or sets run.fp8 and Transformer Engine has no modules for this run.
+    reason against it, else portable.
+
+    Raises ConfigError if the recipe names te, modules or a kernel that cannot run here, or if it sets run.fp8 and
+    Transformer Engine has no modules for this run.
     """
     te_problem = transformer_engine.unfit(config, device_type) or transformer_engine.missing()
     if te_problem and not config.attention.may_be_portable:
@@ -42,7 +44,7 @@ def choose(config: Config, device_type: str) -> AttentionBackend:
 def choose_alike(config: Config, groups: Position) -> AttentionBackend:
     """The backend of `choose`, after a check that all ranks have the same kernels.  Collective.
 
-    Raises ConfigError on every rank if one cannot run the recipe, or if kernels differ: their results and rates would.
+    Raises ConfigError on every rank if one rank cannot run the recipe, or if the kernels of ranks differ.
     """
     chosen = list[AttentionBackend]()
 
@@ -55,8 +57,11 @@ def choose_alike(config: Config, groups: Position) -> AttentionBackend:
 
 
 def _softmax_kernels(chosen: Mapping[LayerKind, Chosen]) -> str:
-    """The softmax kernels as text: "plain torch, no flash kernel: it needs CUDA", or with different kernels "window
-    attention on torch's flash kernel, full attention on plain torch (...)"."""
+    """The softmax kernels as text.
+
+    `plain torch, no flash kernel: it needs CUDA`, or with different kernels
+    `window attention on torch's flash kernel, full attention on plain torch (...)`
+    """
     of_softmax = {kind: kernel for kind, kernel in chosen.items() if kernel.has_softmax}
     names = {kernel.name for kernel in of_softmax.values()}
     if not names:

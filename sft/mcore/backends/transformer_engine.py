@@ -1,4 +1,4 @@
-"""The `te` backend: Transformer Engine's attention and modules, on CUDA.
+"""Implements the `te` backend: Transformer Engine's attention and modules, on CUDA.
 
 Core builds the layers, and applies the rotary embedding with Transformer Engine's fused kernel.  If the fused kernel
 does not fit the run (`fused_rotary.why_not`), attention rotates queries and keys in plain torch.  Transformer Engine
@@ -40,7 +40,7 @@ class TransformerEngine(AttentionBackend):
         self.attention_rotates = problem is not None
 
     def with_attention(self, spec: ModuleSpec) -> ModuleSpec:
-        if self.config.model.latent_attention.is_used:  # `ExpandedKeys` does both
+        if self.config.model.latent_attention.is_used:  # `ExpandedKeys` keeps results and rotates itself
             return spec
         attention = spec.submodules.self_attention.submodules
         if self.config.train.recompute == "attention_kept":
@@ -51,8 +51,10 @@ class TransformerEngine(AttentionBackend):
 
 
 def keeping(attention: Any) -> Any:
-    """A subclass of `attention`, core's class for Transformer Engine's attention, whose calls recomputation does not
-    repeat."""
+    """A subclass of `attention`, core's class for Transformer Engine's attention, for train.recompute = attention_kept.
+
+    Recomputation reuses the results of its calls.
+    """
 
     class KeepingAttention(attention):
         def forward(
@@ -100,7 +102,7 @@ def rotating(attention: Any, model: ModelConfig) -> Any:
 
 
 def unfit(config: Config, device_type: str) -> str | None:
-    """The reason why Transformer Engine cannot do what the recipe wants on this device; None if it can."""
+    """The reason why Transformer Engine cannot compute the recipe on this device; None if it can."""
     if device_type != "cuda":
         return "Transformer Engine needs CUDA, but this run is on the CPU"
     if config.run.precision == "fp32":
@@ -144,7 +146,7 @@ def _not_repeatable(config: Config) -> str | None:
 
 
 def most_scores(seq_length: int, doc_multiple: int) -> int:
-    """The largest number of documents x (length of the longest one) ** 2 of a pack.
+    """The largest value of (number of documents) x (length of the longest document) ** 2 for a pack.
 
     128 tokens, doc_multiple 64 -> one document of 128: 16,384
     """

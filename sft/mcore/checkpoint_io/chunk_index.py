@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from sft.errors import CheckpointError
 
 _MOST_LEVELS = 32  # largest number of levels of the tree; a grid needs one for each axis
-_MOST_UNCUT = 1000  # largest number of chunks that no cut separates; every pair of them is compared
+_MOST_UNCUT = 1000  # largest number of chunks that no cut separates; each pair of such chunks is compared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ _Tree = _Cuts | list[ChunkStorageMetadata]  # a list: chunks that no cut separat
 
 
 class ChunkIndex:
-    """The chunks of the tensor `key`.  Raises CheckpointError if too many of them cannot be separated by cuts."""
+    """The chunks of the tensor `key`.  Raises CheckpointError if no cut separates more than _MOST_UNCUT chunks."""
 
     def __init__(self, key: str, entry: TensorStorageMetadata) -> None:
         self._key, self._entry = key, entry
@@ -84,7 +84,10 @@ def _tree(chunks: list[ChunkStorageMetadata], first_axis: int = 0, level: int = 
 def _cut(
     chunks: list[ChunkStorageMetadata], axis: int
 ) -> tuple[list[int], list[int], list[list[ChunkStorageMetadata]]]:
-    """Cut the chunks into groups along `axis`, so that no chunk crosses a cut -> start, end and chunks of each group"""
+    """Cut the chunks into groups along `axis`, so that no chunk crosses a cut.
+
+    Returns the starts, the ends and the chunks of all groups.
+    """
     starts: list[int] = []
     ends: list[int] = []
     groups: list[list[ChunkStorageMetadata]] = []

@@ -1,8 +1,8 @@
-"""Memory that background saves copy a rank's part of a checkpoint to.
+"""Allocates the memory to which background saves copy a rank's part of a checkpoint.
 
-All saves of a run copy the same parts to the same memory.  It is allocated before the first save, in a thread, because
-page-locking takes seconds.  Parts from a GPU share one page-locked arena; parts that are on the host share another
-block, which is not locked.
+All saves of a run copy the same parts to the same memory.  The memory is allocated before the first save, in a thread,
+because page-locking takes seconds.  Parts from a GPU share one page-locked arena.  Parts that are on the host share
+another block, which is not locked.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class CopyBuffers:
         return self._prepared is not None
 
     def prepare(self, shards: Sequence[ShardedTensor]) -> None:
-        """Begin to allocate memory for these shards in a thread, whose error `copy` raises.
+        """Begin to allocate memory for these shards in a thread.  If the thread fails, `copy` raises its error.
 
         The values of the shards may change meanwhile.
         """
@@ -39,7 +39,7 @@ class CopyBuffers:
         executor.shutdown(wait=False)
 
     def copy(self, shards: Sequence[ShardedTensor]) -> list[ShardedTensor]:
-        """Copies of the shards.  Raises MemoryError if the system has or locks too little memory."""
+        """Copies of the shards.  Raises MemoryError if the system has too little memory, or locks too little of it."""
         if self._prepared is not None:
             self._prepared.result()
         self._allocate([part for shard in shards if (part := _part(shard)) not in self._buffers])

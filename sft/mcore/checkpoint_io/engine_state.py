@@ -109,7 +109,7 @@ def is_same_layout(engine: Engine, common: dict[str, Any]) -> bool:
 
 
 def load_weights(engine: Engine, folder: Path, *, trained: bool = False) -> None:
-    """Load the weights only; Adam's moments, the schedule and the step keep the values of a new run.  Collective.
+    """Load only the weights.  Adam's moments, the schedule and the step keep the values of a new run.  Collective.
 
     trained: with LoRA, False loads the model's weights without adapters, and True loads the adapters and the weights
         that are trained beside them
@@ -128,10 +128,10 @@ def is_finite(engine: Engine) -> bool:
 
 
 def trained_state(engine: Engine) -> dict[str, Any]:
-    """The part of the model that a checkpoint holds: the whole model; with LoRA, only what is trained.
+    """The part of the model that a checkpoint holds: the whole model, or with LoRA the trained part.
 
-    What is trained are the adapters and the weights trained beside them.  With delayed scaling, a checkpoint also holds
-    the FP8 scales of frozen layers, because they depend on earlier steps.
+    The trained part consists of the adapters and of the weights that are trained beside them.  With delayed scaling, a
+    checkpoint also holds the FP8 scales of frozen layers, because they depend on earlier steps.
     """
     if not engine.config.lora.is_used:
         return model_state(engine)
@@ -160,7 +160,7 @@ def _form(engine: Engine) -> dict[str, Any]:
 
 
 def _common(engine: Engine, plain: dict[str, Any]) -> dict[str, Any]:
-    """All plain values of the checkpoint: those of the engine, and `plain`.  Collective."""
+    """All plain values of the checkpoint: the plain values of the engine, and `plain`.  Collective."""
     # On a pipeline stage that trains no weight, Adam has made no update, so ranks can differ.
     step = max(all_gather_objects(lambda: optimizer_shards.step_of(engine.optimizer), engine.groups.control))
     return {
@@ -229,7 +229,7 @@ def _stored_step(common: dict[str, Any], folder: Path) -> int:
 
 
 def _check_shapes(wanted: list[Any], stored: dict[str, Any], folder: Path) -> None:
-    """Raise CheckpointError if tensors are missing or have another shape; it names them, as torch's error does not."""
+    """Raise CheckpointError if tensors are missing or have another shape.  Its message names these tensors."""
     problems = {}
     for shard in wanted:
         if shard.key not in stored:

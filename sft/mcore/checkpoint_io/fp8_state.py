@@ -66,7 +66,7 @@ def restore(
     """Load the scales of this rank's layers from the checkpoint; return the number of layers restored.  Not collective.
 
     state   sharded state dict of each model chunk, in the order of `chunks`
-    Raises CheckpointError if an entry is not one that Transformer Engine writes.
+    Raises CheckpointError if an entry does not have the form that Transformer Engine writes.
     """
     owners = dict(_owners(chunks, state))
     wanted: dict[str, Any] = {key: None for key in owners if key in safe_reader.objects(reader)}
@@ -81,7 +81,7 @@ def restore(
 def _owners(
     chunks: Sequence[torch.nn.Module], state: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Each key of an extra state in the checkpoint, and the layer that the key belongs to."""
+    """Yield each key of an extra state in the checkpoint, and the layer that the key belongs to."""
     for chunk, entries in zip(chunks, state.values(), strict=True):
         # With adapters, the module of this name is an `Adapted`, which holds the layer.
         modules = {name: m.base if isinstance(m, Adapted) else m for name, m in chunk.named_modules()}

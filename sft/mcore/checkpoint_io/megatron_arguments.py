@@ -1,4 +1,4 @@
-"""The arguments of Megatron-LM that describe a model, as a checkpoint stores them."""
+"""Lists the arguments of Megatron-LM that describe a model, as a checkpoint stores them."""
 
 from typing import Any
 

@@ -30,7 +30,7 @@ _CHUNK_BYTES = 16  # fewest bytes that a chunk takes in the pickle
 
 
 class InertRecord:
-    """Replaces each class that an index names: stores the arguments and the state of an object, and runs no code.
+    """Replaces each class that an index names.  Stores the arguments and the state of an object, and runs no code.
 
     Without __setstate__, a pickle could set attributes of the class itself.
     """
@@ -39,7 +39,8 @@ class InertRecord:
     state: Any = None
 
     def __init__(self, *arguments: Any) -> None:
-        if len(arguments) > _ARGUMENTS:  # each record would hold a copy of a tuple that the pickle holds once
+        # The pickle may hold one long tuple, and name it as the arguments of many records, which each copy it.
+        if len(arguments) > _ARGUMENTS:
             raise pickle.UnpicklingError(f"a record has {len(arguments)} arguments")
         self.arguments = arguments
 
@@ -87,9 +88,9 @@ _PythonUnpickler: Any = pickle._Unpickler  # its methods are missing from the st
 class _IndexUnpickler(_PythonUnpickler):
     """The unpickler written in Python, restricted: a key of a dict is a string or a record.
 
-    A dict hashes its keys.  The hash of a tuple visits each part as often as the tuple contains it, which takes for
-    ever if tuples are nested 40 deep.  Operations that an index does not need are left out.  This unpickler takes three
-    times as long as Python's unpickler in C, whose operations cannot be replaced.
+    A dict hashes its keys.  The hash of a tuple visits each part as often as the tuple contains it: 2^40 times if 40
+    nested tuples contain the next one twice.  Operations that an index does not need are left out.  This unpickler
+    takes three times as long as Python's unpickler in C, whose operations cannot be replaced.
     """
 
     dispatch: dict[int, Callable[[Any], None]] = {
@@ -190,7 +191,7 @@ def read_index(folder: Path) -> md.Metadata:
         left = [len(content) // _CHUNK_BYTES]  # chunks that the file can hold
         entries = {str(key): _entry(entry, left) for key, entry in record.state["state_dict_metadata"].items()}
         storage = {_metadata_index(key): _storage_info(info) for key, info in record.state["storage_data"].items()}
-    except OSError as error:  # of the disk, which does not mean that the index is damaged
+    except OSError as error:  # an error of the disk does not mean that the index is damaged
         raise unusable(f"{path} cannot be read", folder, error, CheckpointError) from error
     except Exception as error:  # a broken or hostile file can raise any error
         raise CheckpointError(
@@ -218,7 +219,7 @@ def check_files(folder: Path, storage: dict[md.MetadataIndex, _StorageInfo]) -> 
 def regular_file(folder: Path, name: str) -> Path:
     """The path of the file `name` in the folder.
 
-    Raises CheckpointError if the file is missing, a pipe, which would block, or a link to another folder.
+    Raises CheckpointError if the file is missing, is a pipe (reading it would block), or is a link to another folder.
     """
     path = folder / name
     try:

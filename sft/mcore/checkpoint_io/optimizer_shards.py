@@ -52,7 +52,7 @@ class OptimizerSlice:
     """The optimizer states of elements `start` to `start + n - 1` of the flattened `param`: tensors [n] by name.
 
     gradient: the summed gradient of these elements, [n]
-    replica: number of this copy of the elements among copies on other data-parallel ranks; None: all ranks hold copies
+    replica: the number of this copy, if some data-parallel ranks hold copies of the elements; None: all of them do
     """
 
     param: Tensor
@@ -71,7 +71,8 @@ def optimizer_slices(optimizer: MegatronOptimizer) -> Iterator[OptimizerSlice]:
 def sharded_slices(slices: Sequence[OptimizerSlice], model: Any, *, main: str) -> list[ShardedTensor]:
     """The tensors of the slices, described as chunks of the unsharded tensors.
 
-    model: sharded state dict; main: the prefix of the keys of tensors named MAIN; empty: they have the model's keys
+    model: sharded state dict of the model
+    main: the prefix of the keys of fp32 weights (tensors named MAIN); "": these have the keys of the model's weights
     """
     param_shards = _param_shards(model)
     prefixes = {name: f"{PREFIX}{name}." for name in MOMENTS} | {MAIN: main}
@@ -85,7 +86,7 @@ def sharded_slices(slices: Sequence[OptimizerSlice], model: Any, *, main: str) -
 
 
 def step_of(optimizer: MegatronOptimizer) -> int:
-    """The number of updates that Adam has made, the same for all parameters; 0 if this rank trains nothing."""
+    """The number of updates that Adam has made.  It is equal for all parameters, and 0 if this rank trains nothing."""
     for adam in adam_instances(optimizer):
         for values in (*adam.state.values(), *adam.param_groups):
             if "step" in values:
@@ -107,10 +108,11 @@ def set_step(optimizer: MegatronOptimizer, step: int) -> None:
 def plain_form(optimizer: MegatronOptimizer, ep: int, step: int) -> Any:
     """The plain values of an optimizer, in the form that Megatron-LM loads.
 
+    Megatron-LM has a separate optimizer for experts only if expert parallelism, `ep`, is above 1.  This trainer may
+    also have one with ep = 1 (`reduce_apart` in experts/layer.py).  Then both optimizers have equal plain values, and
+    the plain values of the first are returned.
+
     step: Adam's step, also on a rank that trains nothing
-    Megatron-LM has a separate optimizer for experts only if expert parallelism, `ep`, is above 1.  This trainer can
-    have one with ep = 1, too (`reduce_apart` in experts/layer.py).  Both optimizers then have equal plain values, and
-    one copy is returned.
     """
     forms = [_plain_form(core, step) for core in chained_optimizers(optimizer)]
     return dict(enumerate(forms)) if ep > 1 else forms[0]
@@ -180,7 +182,7 @@ def _moments(adam: Optimizer, main: Tensor) -> dict[str, Tensor]:
 
 
 def _param_shards(model: Any) -> dict[int, list[tuple[int, ShardedTensor]]]:
-    """{id of a parameter: its shards, each with the index of the shard's first element in the flattened parameter}
+    """For the id of each parameter, its shards with the index of their first element in the flattened parameter.
 
     A factory makes several shards of one parameter, for example the gate and the up projection.
     """

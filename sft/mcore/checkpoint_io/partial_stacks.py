@@ -31,7 +31,7 @@ def for_save(shards: Iterable[ShardedTensor], trained: Trained) -> Iterator[Shar
 
 
 def for_load(shards: Iterable[ShardedTensor], stored: Collection[str]) -> Iterator[ShardedTensor]:
-    """The shards under the names that they have among the keys `stored`; a shard that is missing keeps its name."""
+    """The shards under the names that they have in a checkpoint with the keys `stored`.  Missing ones are unchanged."""
     for shard in shards:
         forms = [shard]
         forms += [unstacked(shard, depth) for depth in range(1, len(_axes(shard.key)) + 1)]
@@ -39,7 +39,10 @@ def for_load(shards: Iterable[ShardedTensor], stored: Collection[str]) -> Iterat
 
 
 def unstacked(shard: ShardedTensor, depth: int) -> ShardedTensor:
-    """The shard as part of a tensor without the first `depth` stack axes (layers, experts); the key has the indices."""
+    """The shard as part of a tensor without the first `depth` stack axes (layers, experts).
+
+    The key of the tensor contains the shard's indices on these axes.
+    """
     key, index = shard.key, shard.global_offset[:depth]
     for axis, number in zip(_axes(shard.key), index):
         key = key.replace(axis, f"{axis}{number}.", 1)
@@ -55,7 +58,7 @@ def unstacked(shard: ShardedTensor, depth: int) -> ShardedTensor:
 
 
 def _axes(key: str) -> list[str]:
-    """The stack axes of a tensor, in order: layers, if it stacks layers, then experts, if it stacks experts."""
+    """The parts of a key that stand for its stack axes: first layers, then experts.  A tensor may lack either axis."""
     _, is_in_layers, name = key.partition(_LAYERS)
     stacks_layers = is_in_layers and not name.partition(".")[0].isdecimal()
     return [_LAYERS] * bool(stacks_layers) + [_EXPERTS] * (_EXPERTS in key)
@@ -64,10 +67,10 @@ def _axes(key: str) -> list[str]:
 def _depth(indices: list[tuple[int, ...]], shape: tuple[int, ...]) -> int:
     """The number of stack axes to remove so that all tensors are complete.
 
-    indices: (layer,) or (layer, expert) of each trained weight; shape: of the whole stack
+    indices: (layer,) or (layer, expert) of each trained weight; shape: shape of the whole stack
 
-    shape (2, 4, h, f), two layers of four experts, trained: all eight -> 0; the four of layer 1 -> 1; three of them
-    -> 2
+    shape (2, 4, h, f), two layers of four experts: all eight are trained -> 0; only the four of layer 1 -> 1; only
+    three of them -> 2
     """
     num_axes = len(indices[0]) if indices else 0
     if not indices or len(indices) == prod(shape[:num_axes]):

@@ -1,7 +1,7 @@
-"""The state of every random number generator of this rank, in Megatron-LM's form.
+"""Saves and restores the states of all random number generators of a rank, in Megatron-LM's form.
 
 No training step uses random numbers, because there is no dropout.  The states are stored nevertheless: if a later
-version used random numbers, nobody would notice that a state is missing.  A state belongs to a position in the layout
+version used random numbers, nobody would notice that states are missing.  A state belongs to a position in the layout
 and to a kind of device.  A run with another layout or on another kind of device restores no state, and its generators
 start from the seed.
 """
@@ -22,10 +22,10 @@ KEY = "rng_state"
 
 
 def describe(groups: ProcessGroups) -> ShardedObject:
-    """Describe the states for a checkpoint: one object for each (pipeline, tensor) position.  Collective.
+    """Describe the states for a checkpoint: one object for each pair (pipeline rank, tensor rank).  Collective.
 
-    An object has the states of the data- and context-parallel ranks of its position, in order of rank.  In Megatron-LM,
-    every rank of a position reads the first state; with --data-parallel-random-init each reads its own.
+    An object has the states of the data- and context-parallel ranks of its pair, in order of rank.  In Megatron-LM,
+    all these ranks read the first state; with --data-parallel-random-init, each rank reads its own state.
     """
     states = all_gather_objects(_state, groups.control)
     return _object(groups, [states[rank] for rank in dist.get_process_group_ranks(groups.collection.dp_cp)])
@@ -38,10 +38,10 @@ def key_of(groups: ProcessGroups) -> str:
 
 
 def restore(groups: ProcessGroups, states: list[dict[str, Any]]) -> None:
-    """Set every generator of this rank from the states of `describe`.  All ranks use a single state of Megatron-LM.
+    """Set every generator of this rank from the states of `describe`.  If Megatron-LM stored one state, all use it.
 
-    Sets no generator if the states were saved on another kind of device.  The shape of `cuda_rng_state` shows this: it
-    has 16 bytes on CUDA, and on a CPU it is the larger state of torch's CPU generator.
+    Sets no generator if the states were saved on another kind of device.  The shape of `cuda_rng_state` shows the kind:
+    on CUDA it has 16 bytes, and on a CPU it is the larger state of torch's CPU generator.
     """
     state = states[groups.collection.dp_cp.rank() if len(states) > 1 else 0]
     if state["cuda_rng_state"].shape != torch.cuda.get_rng_state().shape:

@@ -5,8 +5,8 @@ A checkpoint holds pickles in three places, and other readers run code from them
     the index `.metadata`                  read by `metadata_index.py`
     byte objects inside the shards         read by torch's weights-only unpickler with a short list of classes.  They
                                            are random states, extra states, and since core 0.19 the plain values
-    the content of an extra state          read as None, except by `fp8_state.py`.  Transformer Engine up to 2.17
-                                           unpickles it
+    the content of an extra state          read as None, because Transformer Engine up to 2.17 would unpickle it.
+                                           Only `fp8_state.py` reads the content
 
 This module decides which contents of files may be read.  `engine_state.py` decides what a checkpoint must hold to suit
 a model.
@@ -79,7 +79,7 @@ class _SafeArray(np.ndarray[Any, Any]):
 
 @functools.cache
 def _allowed() -> list[tuple[Any, str]]:
-    """The classes that a byte object may name, each with its name: core's list, with safe classes for numpy's."""
+    """(class, name) of each class that a byte object may name: core's list, with safe classes instead of numpy's."""
     classes = [known for known in SAFE_GLOBALS if known.__module__.partition(".")[0] != "numpy"]
     numpy = [(_SafeDtype, "numpy.dtype"), (_SafeArray, "numpy.ndarray")]
     numpy += [(_SafeArray, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]  # numpy 1, 2
@@ -91,8 +91,8 @@ def _allowed() -> list[tuple[Any, str]]:
 def _only_safe_globals(classes: list[tuple[Any, str]]) -> Iterator[None]:
     """Make torch.load accept these classes and no others.
 
-    torch's own context manager only adds to the registered classes.  Core registers numpy's types when it is imported,
-    and if two classes are registered under one name, torch may take either.
+    torch's own context manager only adds to the registered classes.  Core registers numpy's classes when it is
+    imported.  If two classes are registered under one name, torch may take either.
     """
     registered = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
@@ -112,7 +112,7 @@ def _plain_values(stream: io.BytesIO, subject: str) -> Any:
     except Exception as error:  # a broken or hostile file can raise any error
         if "WeightsUnpickler error" not in str(error) and "GLOBAL" not in str(error):
             raise CheckpointError(
-                f"{subject} cannot be read: {type(error).__name__}: {_first_line(error)}.  The file is damaged, and no "
+                f"{subject} cannot be read: {type(error).__name__}: {first_line(error)}.  The file is damaged, and no "
                 "value was loaded from it.  Use another checkpoint, or copy this one again."
             ) from error
         raise CheckpointError(
@@ -130,15 +130,11 @@ def _refusal(error: Exception) -> str:
     return text.splitlines()[0].rstrip(". ")
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or "no message").splitlines()[0].rstrip(". ")
-
-
 class SafeReader(dcp.FileSystemReader):
     """torch's reader of a checkpoint folder, which checks every file before it reads from it.
 
-    Raises CheckpointError, and StorageError if the disk fails.  torch's own `load` wraps the error in another one, and
-    `unwrapped` extracts it.
+    Raises CheckpointError if a file is damaged or unsafe, and StorageError if the disk fails.  torch's own `load` wraps
+    these errors in a CheckpointException; `unwrapped` extracts them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -209,8 +205,10 @@ def _reader(source: Path | SafeReader) -> SafeReader:
 
 
 class SafeLoadPlanner(MCoreLoadPlanner):
-    """Core's planner, which checks shapes and fills FP8 targets; here it reads byte objects safely, and is fast also
-    with many experts (`ChunkIndex`)."""
+    """Core's planner, which checks shapes and fills FP8 targets.
+
+    This subclass reads byte objects safely, and is also fast with many experts (`ChunkIndex`).
+    """
 
     state_dict: dict[str, Any]
 
@@ -262,9 +260,11 @@ def unwrapped(folder: Path) -> Iterator[None]:
 
 
 def load(wanted: dict[str, Any], source: Path | SafeReader, planner: SafeLoadPlanner | None = None) -> None:
-    """Fill `wanted` from a checkpoint: {key: a tensor, which is filled in place, or a value that an object replaces}
+    """Fill `wanted` from a checkpoint.  Not collective: every process reads for itself, also without a process group.
 
-    Not collective: every process reads for itself, with or without a process group.  Raises CheckpointError.
+    wanted: {key: value}.  A value that is a tensor is filled in place.  The stored object replaces any other value
+
+    Raises CheckpointError if a file is damaged or unsafe, or if an entry is missing.
     """
     reader = _reader(source)
     reader.read_metadata()  # now, because torch's load would lose an error of the index
@@ -274,7 +274,7 @@ def load(wanted: dict[str, Any], source: Path | SafeReader, planner: SafeLoadPla
 
 
 def common_state(source: Path | SafeReader) -> dict[str, Any]:
-    """The values of a checkpoint that are not sharded tensors.  Core 0.16 writes them as a file, 0.19 as an object."""
+    """The plain values of a checkpoint, which core 0.16 writes as a file, and 0.19 as an object.  Raises as `load`."""
     reader = _reader(source)
     folder = reader.folder
     if (folder / COMMON_FILE).exists() or (folder / COMMON_FILE).is_symlink():

@@ -1,7 +1,7 @@
 """Plans which rank writes which part of a checkpoint, once for all saves of a run.
 
 A run's state consists of the same parts at every save.  With many experts it has more than 100,000 parts, and rank 0
-alone plans them all.  So later saves reuse the first plan, and ranks exchange only the results of their writes.
+alone plans for all of them.  So later saves reuse the first plan, and ranks only send the results of their writes.
 
 `torch_dist_files.py` writes the parts.
 """
@@ -23,7 +23,7 @@ from sft.mcore.checkpoint_io.chunk_index import ChunkIndex
 from sft.mcore.process_groups import ProcessGroups
 from sft.parallel.messages import message
 
-# What ranks send each other about a save: plans, and what was written.
+# The classes of the messages about a save: plans, and descriptions of the written parts.
 _SENT: tuple[type, ...] = (
     *(SavePlan, WriteItem, WriteItemType, TensorWriteData, WriteResult, _StorageInfo, _StoragePrefix),
     *(md.MetadataIndex, md.ChunkStorageMetadata, md.TensorProperties),
@@ -60,9 +60,9 @@ class SavePlans:
 
 
 class SavePlanner(MCoreSavePlanner):
-    """Core's planner, which reuses plans, and checks all chunks fast also with many experts (`ChunkIndex`).
+    """Core's planner, made to reuse plans.  Its check of all chunks is also fast with many experts (`ChunkIndex`).
 
-    A rank that has a plan already sends an empty plan with usable=False, and rank 0 returns it unchanged.
+    A rank that already has a plan sends an empty plan with usable=False, and rank 0 returns this plan unchanged.
     """
 
     def __init__(self, plans: SavePlans) -> None:
@@ -81,7 +81,7 @@ class SavePlanner(MCoreSavePlanner):
         if not any(plan.usable for plan in all_plans):
             assert self._plans.index is not None
             return all_plans, self._plans.index
-        # If chunks were renumbered over all ranks, torch would have to search all chunks to find one.
+        # With rewrite_index_hints, chunks are numbered over all ranks, and torch searches all chunks to find one.
         plans, index = create_default_global_save_plan(dedup_save_plans(all_plans), rewrite_index_hints=False)
         for key, entry in index.state_dict_metadata.items():
             if isinstance(entry, md.TensorStorageMetadata) and (fault := ChunkIndex(key, entry).fault()):

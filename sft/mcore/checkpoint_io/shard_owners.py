@@ -1,6 +1,6 @@
-"""Chooses which one of the ranks that hold the same shard writes or reads it, so that ranks have about equal work.
+"""Chooses one of the ranks that hold the same shard, which then writes or reads it.  Ranks get about equal work.
 
-Core's function makes the choice.  Core itself exchanges descriptions of the shards as pickles; here they are messages.
+A function of core makes the choice.  Core sends descriptions of the shards as pickles; this module sends messages.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class _Held(NamedTuple):
     shard: ShardId
     shape: tuple[int, ...]
     dtype: torch.dtype
-    is_main: bool  # whether the rank holds the main replica: one of the ranks that hold the shard does
+    is_main: bool  # whether this is the main replica: exactly one of the ranks that hold the shard holds it
 
     @property
     def num_bytes(self) -> int:
@@ -48,7 +48,7 @@ shard_id = _sharded_tensor_shard_id
 def writers(shards: Sequence[ShardedTensor], groups: ProcessGroups) -> ShardDistribution | None:
     """The rank of dp_cp that writes each shard whose main replica is in this group.  None: the group has one rank.
 
-    Collective.
+    Collective over all ranks.
     """
     if groups.collection.dp_cp.size() == 1:
         return None
@@ -59,7 +59,10 @@ def writers(shards: Sequence[ShardedTensor], groups: ProcessGroups) -> ShardDist
 
 
 def readers(shards: Sequence[ShardedTensor], groups: ProcessGroups) -> dict[ShardId, Reader]:
-    """For each shard that a rank of dp_cp holds, the rank that reads it.  Equal on all of these ranks.  Collective."""
+    """For each shard that a rank of dp_cp holds, the rank that reads it.  All ranks of dp_cp get the same result.
+
+    Collective over all ranks.
+    """
     held = _held_by_all(shards, groups)
     main = {entry.shard for entries in held for entry in entries if entry.is_main}
     holders = _holders(held)

@@ -1,9 +1,10 @@
 """Writes shards to files in the torch_dist format, and reads them.
 
-One of the ranks that hold a replicated tensor writes it, and one reads it and sends it to the others.  Ranks have about
-equal work.  torch's distributed checkpoint plans the files and writes them, in threads.  Its `save` is not used,
-because it would send the plans as pickles.  Core's writer is not used, because it forks processes, which takes seconds
-per save, and these processes outlive a killed rank.  If training continues during a save, tensors are copied first.
+If several ranks hold the same tensor, one of them writes it, and one reads it and sends it to the others.  Ranks have
+about equal work.  torch's distributed checkpoint plans the files and writes them, in threads.  Its `save` is not used,
+because it would send the plans as pickles.  Core's writer is not used, because it forks processes.  Forking takes
+seconds per save, and the processes outlive a killed rank.  If training continues during a save, tensors are copied
+first.
 
 `engine_state.py` decides which tensors are stored.  `safe_reader.py` decides what a file may contain.
 """
@@ -63,8 +64,10 @@ class Snapshot:
             raise CheckpointError(f"{keys[0]} holds a value that is not finite; such a state is never saved.")
 
     def copied(self, buffers: CopyBuffers, group: dist.ProcessGroup) -> "Snapshot":
-        """A snapshot whose tensors are copies in `buffers`.  Collective.  If a rank of `group` lacks memory, all raise
-        StorageError."""
+        """A snapshot whose tensors are copies in `buffers`.  Collective over `group`.
+
+        If one rank lacks memory, all ranks raise StorageError.
+        """
 
         def copy() -> None:
             try:
@@ -208,7 +211,7 @@ class _HashingFiles(FileSystem):
 
 
 def read(shards: Sequence[ShardedTensor], source: Path | safe_reader.SafeReader) -> None:
-    """Fill the shards' tensors, in place, from the files of a checkpoint.  Not collective.  Raises CheckpointError."""
+    """Fill the shards' tensors in place from a checkpoint's files.  Not collective.  Raises as `safe_reader.load`."""
     if not shards:
         return
     wanted = [with_all_axes(shard) for shard in shards]
@@ -223,10 +226,11 @@ def read(shards: Sequence[ShardedTensor], source: Path | safe_reader.SafeReader)
 
 
 def read_replicated(shards: Sequence[ShardedTensor], reader: safe_reader.SafeReader, groups: ProcessGroups) -> None:
-    """Fill the shards' tensors like `read`.  If several data- and context-parallel ranks hold the same shard, one of
-    them reads it and sends it to the others.
+    """Fill the shards' tensors like `read`.
 
-    Collective.  If one rank raises an error, all raise.
+    If several data- and context-parallel ranks hold the same shard, one of them reads it and sends it to the others.
+
+    Collective.  If one rank raises an error, all ranks raise an error.
     """
     wanted, replicas = [with_all_axes(shard) for shard in shards], groups.collection.dp_cp
     if replicas.size() == 1:

@@ -1,4 +1,4 @@
-"""Core attention of a layer with latents: computes keys and values from latents, and decides what is sent over cp.
+"""Computes attention of a layer with latents: expands latents to keys and values, and decides what is sent over cp.
 
     SharedLatents   the portable backend.  A layer saves, and sends over cp, either the latents, or the keys and values
                     of the rank's heads, whichever has fewer elements (`LatentAttentionConfig.sends_latent`)
@@ -33,7 +33,7 @@ class CoreAttention(Protocol):
     def __call__(
         self, query: Tensor, latent: Tensor, rotary_key: Tensor, up_projection: Any, documents: PackedDocuments
     ) -> Tensor:
-        """query [t, heads, d], rotated -> [t, heads, width of a value], for this rank's heads.
+        """Attention of this rank's heads: query [t, heads, d], rotated -> [t, heads, width of a value].
 
         latent [s, 1, rank], normed, and rotary_key [s, 1, r], not rotated.  s is t, or t / tp with sequence parallelism
         up_projection: computes keys and values from latents; a column-parallel linear layer of core, or `Adapted`
@@ -45,8 +45,10 @@ MakeCoreAttention = Callable[..., CoreAttention]
 
 
 def rotation_of(model: ModelConfig, layer_number: int) -> Callable[[Tensor, PackedDocuments], Tensor]:
-    """The function that rotates the rotary part of queries and keys in a layer; it changes nothing in a layer of
-    model.rope.skip_layers (Kimi-Linear)."""
+    """The function that rotates the rotary part of queries and keys in a layer.
+
+    For a layer of model.rope.skip_layers (Kimi-Linear), the function returns its input unchanged.
+    """
 
     def rotated(x: Tensor, documents: PackedDocuments) -> Tensor:
         assert documents.rotation is not None
@@ -65,6 +67,8 @@ def _over_tp(x: Tensor, group: Any, sequence_parallel: bool) -> Tensor:
 
 
 class SharedLatents:
+    """Core attention of the portable backend, for one layer."""
+
     def __init__(
         self, *, config: TransformerConfig, model: ModelConfig, layer_number: int, pg_collection: Any, **unused: Any
     ) -> None:
@@ -126,7 +130,7 @@ class SharedLatents:
 
 
 class ExpandedKeys(torch.nn.Module):
-    """Computes the keys and values of all heads before attention.
+    """Core attention of the te backend: computes the keys and values of all heads before attention.
 
     attention: a class with core's CoreAttention protocol that takes keys and values of different widths
     """

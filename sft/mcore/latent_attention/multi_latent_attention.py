@@ -1,11 +1,11 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): the module that replaces attention in a layer.
+"""Implements multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), which replaces attention in a layer.
 
     latent, rotary key = down projection(hidden state)       keys, values = up projection(norm(latent))
     query = projection(hidden state), or up projection(norm(down projection(hidden state)))
     output = projection(attention(query, (keys, rotary key), values)), with a sigmoid gate for each head in Ling 3.0
 
 Tensor-parallel ranks divide the heads among themselves.  Every rank holds the whole down projections.  Under sequence
-parallelism a rank applies them to its tokens, and the latents are gathered, which are narrower than hidden states.  In
+parallelism a rank applies them to its tokens, and ranks gather the latents, which are narrower than hidden states.  In
 a checkpoint the weights have the names and shapes that Megatron-LM gives them.
 
 core_attention.py computes keys and values from the latents, and decides what is sent over cp.

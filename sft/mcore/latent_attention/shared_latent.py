@@ -1,4 +1,4 @@
-"""Attention over packed documents whose keys and values are projections of one latent, which all heads share.
+"""Computes attention over packed documents whose keys and values are projections of one latent for all heads.
 
     key of a head = (some rows of the up projection x latent, rotary key)        value of a head = other rows x latent
 
@@ -42,9 +42,11 @@ class Setting:
 
 
 def latent_attention(query: Tensor, compressed: Tensor, setting: Setting, weights: Sequence[Tensor]) -> Tensor:
-    """query [t, heads, d], compressed [t, rank + rotary width] of this rank's tokens -> [t, heads, width of a value].
+    """Attention of this rank's tokens: query [t, heads, d], compressed [t, rank + rotary width]
+    -> [t, heads, width of a value].
 
     The caller has rotated queries and rotary keys.  Collective over cp.
+    compressed: latents, each followed by the rotary key
     weights: all tensors that `expand` uses; frozen weights get no gradient
     """
     trained = [weight for weight in weights if weight.requires_grad]
@@ -53,7 +55,9 @@ def latent_attention(query: Tensor, compressed: Tensor, setting: Setting, weight
 
 
 def keys_and_values(expanded: Tensor, rotary_keys: Tensor, key_width: int) -> tuple[Tensor, Tensor]:
-    """expanded [k, heads, d], rotary_keys [k, 1, r] -> keys [k, heads, key_width + r], values [k, heads, rest of d]"""
+    """expanded [k, heads, d], rotary_keys [k, 1, r]
+    -> keys [k, heads, key_width + r], values [k, heads, d - key_width]
+    """
     plain, values = expanded.split([key_width, expanded.shape[-1] - key_width], dim=-1)
     return torch.cat((plain, rotary_keys.expand(-1, expanded.shape[1], -1)), dim=-1), values
 

@@ -1,6 +1,6 @@
-"""Recurrences: layers with a state of fixed size instead of keys.
+"""Computes recurrences, whose layers have a state of fixed size instead of keys.
 
-All recurrences share:
+All recurrences share these modules:
 
 recurrence.py           the interface of their kernels; documents.py: a recurrence over packed documents under CP
 recurrent_attention.py  makes a recurrence differentiable, also if a state comes from another rank
@@ -10,5 +10,5 @@ chunked_kernel.py       a kernel in plain torch; schedule.py: the order of its c
 fla_recurrence.py       the frame of a kernel of flash-linear-attention (FLA); fla_functions.py: the functions that are
                         called; fla_layer.py: its convolution
 
-Each recurrence has further files, which the module of its layer names: sft/mcore/model/gated_delta_net.py, for example.
+The module of a recurrence's layer, such as sft/mcore/model/gated_delta_net.py, names the other files of the recurrence.
 """

@@ -1,4 +1,4 @@
-"""Tensors of the chunks of a block: gathering and scattering tokens, and sums and products within chunks."""
+"""Computes with the chunks of a block: gathers and scatters tokens, and sums and multiplies within chunks."""
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ def sums_to_end(x: Tensor) -> Tensor:
 
 
 def gathered(x: Tensor, block: Block) -> Tensor:
-    """[t, heads, d] -> [n, heads, c, d].  Padding has the values of the chunk's last token."""
+    """The tokens of a block, by chunk: [t, heads, d] -> [n, heads, c, d].  Padding repeats the chunk's last token."""
     return x.index_select(0, block.tokens).unflatten(0, (-1, CHUNK)).transpose(1, 2).contiguous()
 
 

@@ -1,16 +1,17 @@
-"""The delta rule with a decay for each channel of the keys, on the chunks of a block (Kimi Linear, arXiv:2510.26692).
+"""Computes the delta rule with a decay for each channel of the keys, on the chunks of a block.
 
-The equations are those of chunks.py, where the decay of a channel takes the place of the decay of a head.  So it
-multiplies keys and queries instead of rows of values:
+Source: Kimi Linear, arXiv:2510.26692.  The equations are those of chunks.py, with decays of channels instead of decays
+of heads.  Decays of channels multiply keys and queries instead of rows of values:
 
     values  N = T beta (V - (exp(s) K) S)        T = (1 + strictly lower part of beta P(K))^-1
     output  O = (exp(s) Q) S + P(Q) N            next state  S' = exp(s_c) S + (exp(s_c - s) K)^T N
     P(X)_ij = sum over channels of X_i K_j exp(s_i - s_j) for i >= j, else 0
 
-P is no product of two matrices with the decay applied to the result, and exp(s_i) and exp(-s_j) overflow.  A chunk is
-therefore cut into parts of PART tokens (`Decays`).  Between two parts, exp(s_i - s_j) is the product of exp(s_i - r)
-and exp(r - s_j), where r is s at the start of the later part, so neither exceeds 1.  Within a part, the pairs of tokens
-at one distance are computed at once.
+Decays differ between channels, so P is not a matrix product that is multiplied by decays.  P is the product of
+exp(s_i) X_i and exp(-s_j) K_j, but exp(-s_j) may overflow.  A chunk is therefore cut into parts of PART tokens
+(`Decays`).  Between two parts, exp(s_i - s_j) is the product of exp(s_i - r) and exp(r - s_j), where r is s at the
+start of the later part, so neither factor exceeds 1.  Within a part, all pairs of tokens with the same distance are
+computed at once.
 """
 
 from collections.abc import Iterator
@@ -25,15 +26,15 @@ from sft.mcore.linear_attention.chunks import inverse_norm
 from sft.mcore.linear_attention.delta_rule import Inputs
 from sft.mcore.linear_attention.schedule import CHUNK, Block
 
-PART = 16  # tokens.  Larger parts have more elementwise operations, smaller ones more and smaller matrix products
+PART = 16  # tokens.  Larger parts take more elementwise operations.  Smaller parts take more, and smaller, products
 
 
 @dataclass(frozen=True, eq=False)
 class Decays:
-    """Sums of pairs of tokens of a chunk over channels, with the decay from the one token to the other.
+    """Sums over channels for pairs of tokens of a chunk, with the decay from the earlier token to the later token.
 
     sums   [n, heads, c, K] float64, the sums s
-    dtype  of the results
+    dtype  dtype of the results
     """
 
     sums: Tensor
@@ -71,7 +72,7 @@ class Decays:
 
     @property
     def _between(self) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-        """For each part but the first: its tokens, all tokens before it, and exp(s_i - r) and exp(r - s_j) of both."""
+        """Yield for each part but the first: its tokens, all tokens before it, exp(s_i - r) and exp(r - s_j)."""
         for start in range(PART, CHUNK, PART):
             rows, earlier = slice(start, start + PART), slice(0, start)
             reference = self.sums[:, :, start - 1 : start]
@@ -80,7 +81,7 @@ class Decays:
 
     @property
     def _within(self) -> Iterator[tuple[int, Tensor]]:
-        """For each distance: the decay between the tokens of a part at this distance."""
+        """Yield each distance, with the decays between the tokens of a part that have this distance."""
         sums = _by_part(self.sums)
         for distance in range(PART):
             yield distance, (sums[..., distance:, :] - sums[..., : PART - distance, :]).to(self.dtype).exp_()
@@ -159,7 +160,7 @@ class ChannelChunks:
         return torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
 
     def scan(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`Chunks.scan`: states before each chunk, V - (exp(s) K) S, and N."""
+        """Like `Chunks.scan`: returns the states before each chunk, V - (exp(s) K) S, and N."""
         states = state.new_empty(len(self.v), *state.shape[1:])
         errors, values = torch.empty_like(self.v), torch.empty_like(self.v)
         following = self.to_end * self.k
@@ -177,7 +178,7 @@ class ChannelChunks:
         return add_product((self.from_start * self.q) @ states, self.weights, values)
 
     def reverse_scan(self, grad: Tensor, dstate: Tensor) -> tuple[Tensor, Tensor]:
-        """`Chunks.reverse_scan`: gradients of the state after each chunk, and of beta (V - (exp(s) K) S)."""
+        """Like `Chunks.reverse_scan`: gradients of the state after each chunk, and of beta (V - (exp(s) K) S)."""
         dstates = dstate.new_empty(len(self.v), *dstate.shape[1:])
         dvalues = self.weights.mT @ grad
         from_outputs = (self.from_start * self.q).mT @ grad
@@ -192,22 +193,22 @@ class ChannelChunks:
         return dstates, dupdates
 
     def gradients(self, state: Tensor, grad: Tensor, dstate: Tensor) -> Inputs:
-        """`BlockProducts.gradients`
+        """Implements `BlockProducts.gradients`.
 
         dY means the gradient of Y.  With X = V - (exp(s) K) S and U = d(beta X):
 
             dV = beta U                     d(exp(s) K) = -dV S^T      d(exp(s) Q) = dO S^T
             dP(Q) = dO N^T                  d(beta P(K)) = -U N^T below the diagonal
 
-        A token's s occurs only in exponents beside its own q and k, so ds is a sum of q dq and of k dk, with the sign
-        of s in the exponent.  dg of a token is the sum of ds from the token to the end of its chunk.
+        The s of a token occurs only in exponents of factors on its own q and k.  So ds is a sum of q dq and of k dk,
+        with the signs of s in these exponents.  dg of a token is the sum of ds from the token to the end of its chunk.
         """
         states, errors, values = self.scan(state)
         dstates, dupdates = self.reverse_scan(grad, dstate)
         dv = self.beta * dupdates
         dq = self.from_start * (grad @ states.mT)
-        rising = -self.from_start * (dv @ states.mT)  # gradients of k where s has the sign +
-        falling = self.to_end * (values @ dstates.mT)  # and where it has the sign -
+        rising = -self.from_start * (dv @ states.mT)  # gradients of k in terms with exp(s)
+        falling = self.to_end * (values @ dstates.mT)  # gradients of k in terms with exp(-s)
         of_end = (self.k * falling).sum(2) + self.ends[..., 0] * (states * dstates).sum(-1)
 
         dsystem = (dupdates @ values.mT).tril_(-1).neg_()

@@ -1,7 +1,7 @@
-"""A kernel in plain torch that computes a recurrence chunk by chunk, on any device and in any precision.
+"""Computes a recurrence chunk by chunk, in plain torch, on any device and in any precision.
 
 schedule.py decides which chunks are computed together.  A recurrence gives the products of the chunks of one block
-(`BlockProducts`).  Forward saves only the states at the start of each block except a group's first one.  Backward
+(`BlockProducts`).  Forward saves only the states at the start of blocks, without the first block of a group.  Backward
 recomputes everything else, block by block.
 """
 
@@ -30,10 +30,10 @@ class BlockProducts(Protocol[GradientsT]):
     """
 
     def outputs(self, state: Tensor) -> Tensor:
-        """[n, heads, c, V]"""
+        """The outputs of the recurrence, [n, heads, c, V]."""
 
     def reverse_scan(self, grad: Tensor, dstate: Tensor) -> object:
-        """Compute only the gradients of states."""
+        """Compute only the gradients of states: update `dstate`."""
 
     def gradients(self, state: Tensor, grad: Tensor, dstate: Tensor) -> GradientsT:
         """The gradients of the inputs, [n, heads, c, ...], with arbitrary values for padding."""
@@ -54,8 +54,11 @@ class ChunkedKernel(ABC, Generic[InputsT]):
 
     @abstractmethod
     def whole_maps(self, inputs: InputsT, count: int) -> tuple[Tensor, int, Callable[[Block, Tensor], object]]:
-        """How to compute maps: [A, B] of `count` fragments without tokens, [count, heads, K, columns of A + V]; the
-        number of these columns; and a function that replaces them in place by those after a block."""
+        """The start of the computation of maps [A, B].
+
+        Returns the maps of `count` fragments without tokens, [count, heads, K, columns of A + V]; the number of columns
+        of A; and a function (block, maps of its fragments) that updates these maps in place by the tokens of the block.
+        """
 
     def schedule(self, fragments: Fragments, heads: int, device: torch.device) -> ChunkSchedule:
         return ChunkSchedule.of(fragments, heads, device)

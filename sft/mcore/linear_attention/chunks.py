@@ -1,4 +1,4 @@
-"""The gated delta rule on the chunks of a block, by matrix products (equations of arXiv:2412.06464).
+"""Computes the gated delta rule on the chunks of a block, by matrix products (equations of arXiv:2412.06464).
 
 For one chunk of c tokens and one value head, with s_i = g_1 + ... + g_i, D_ij = exp(s_i - s_j) for i >= j, else 0:
 
@@ -31,8 +31,9 @@ from sft.mcore.linear_attention.schedule import CHUNK, Block
 
 @dataclass(frozen=True, eq=False)
 class Chunks(HeadDecays):
-    """The n chunks of a block; implements `chunked_kernel.BlockProducts`.  All tensors except `sums` have the dtype of
-    states; `heads` are value heads.
+    """The n chunks of a block; implements `chunked_kernel.BlockProducts`.
+
+    All tensors except `sums` have the dtype of states.  `heads` are value heads.
 
     q, k              [n, key heads, c, K], divided by their norms; q is also divided by sqrt(K)
     q_scale, k_scale  [n, key heads, c, 1], the factors that were applied to q and k
@@ -104,10 +105,11 @@ class Chunks(HeadDecays):
         return (x.unflatten(1, (-1, self.ratio)) * factors).flatten(1, 2)
 
     def scan(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the chunks of the block.  state: [fragments, heads, K, V], states before the block, which are replaced in
-        place by the states after the block.
+        """Run the chunks of the block, one step after the other.
 
-        Returns the state before each chunk, [n, heads, K, V]; V - exp(s) K S; and N; both [n, heads, c, V].
+        state: [fragments, heads, K, V], states before the block.  They are replaced in place by those after the block.
+
+        Returns the state before each chunk, [n, heads, K, V], and V - exp(s) K S and N, both [n, heads, c, V].
         """
         states = state.new_empty(len(self.v), *state.shape[1:])
         errors, values = torch.empty_like(self.v), torch.empty_like(self.v)
@@ -152,7 +154,7 @@ class Chunks(HeadDecays):
 
 
 def _gradients(chunks: Chunks, state: Tensor, grad: Tensor, dstate: Tensor) -> Inputs:
-    """`BlockProducts.gradients`
+    """Implements `BlockProducts.gradients`.
 
     dY means the gradient of Y.  With X = V - exp(s) K S and U = d(beta X):
 
@@ -174,7 +176,7 @@ def _gradients(chunks: Chunks, state: Tensor, grad: Tensor, dstate: Tensor) -> I
     ds = (chunks.queries * dqueries).sum(-1) + (chunks.keys * dkeys).sum(-1) - from_key
     ds[..., -1] += from_key.sum(-1) + chunks.from_start[:, :, -1, 0] * (states * dstates).sum((-2, -1))
 
-    # Gradients of Q K^T and K K^T per value head, from here on times D
+    # The gradients of Q K^T and K K^T of each value head: (gradients of the products with D) times D.
     dweights = (grad @ values.mT).mul_(chunks.decay)
     dsystem = (dupdates @ values.mT).mul_(chunks.decay).tril_(-1).neg_()
     products = chunks.times(dsystem, chunks.key_products)

@@ -1,4 +1,4 @@
-"""The gated delta rule on one rank: its inputs and the interface of its kernels.
+"""Defines the gated delta rule on one rank: its inputs and the interface of its kernels.
 
 Every value head has a state S [K, V].  For each token t (Yang et al. 2024, arXiv:2412.06464):
 
@@ -57,7 +57,7 @@ class DeltaKernel(Kernel[Inputs], Protocol):
     """One implementation of the rule, and of the convolution, the decays and the norm around it."""
 
     def log_decay(self, a: Tensor, a_log: Tensor, dt_bias: Tensor, floor: float | None = None) -> Tensor:
-        """The logarithm g of each decay, at most 0, in fp32, or in float64 for float64 inputs; with gradients.
+        """The logarithm g of each decay, at most 0, in fp32, or in float64 for float64 inputs.  Differentiable.
 
             g = -exp(a_log) * softplus(a + dt_bias)         a [t, heads], a_log and dt_bias [heads]
             g = floor * sigmoid(exp(a_log) * (a + dt_bias)), if there is a floor
@@ -68,10 +68,12 @@ class DeltaKernel(Kernel[Inputs], Protocol):
     def gated_norm(
         self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: Activation = "silu"
     ) -> tuple[Tensor, Tensor]:
-        """The norm after the rule, with gradients: weight * normed(x) * activation(gate), [t, heads, V], and the scale
-        1 / root mean square of each head, [t, heads, 1], which has no gradient."""
+        """The norm after the rule: weight * normed(x) * activation(gate), [t, heads, V].  Differentiable.
+
+        Also returns the scale 1 / root mean square of each head, [t, heads, 1], which has no gradient.
+        """
 
     def gated(
         self, x: Tensor, gate: Tensor, weight: Tensor, scale: Tensor, eps: float, activation: Activation = "silu"
     ) -> Tensor:
-        """The first result of `gated_norm` once more, without gradients.  scale: its second result"""
+        """Compute the first result of `gated_norm` again, without gradients.  scale: its second result"""

@@ -1,12 +1,12 @@
-"""A recurrence over packed documents whose tokens are split over the context-parallel (CP) group.
+"""Runs a recurrence over packed documents whose tokens are split over the context-parallel (CP) group.
 
     1. Tokens of short documents are sent to the ranks that compute these documents (relayout.py).
     2. Each rank runs the recurrence on its fragments (recurrent_attention.py).  In long documents and in trees, states
        pass from fragment to fragment (state_passing.py).
     3. Outputs of short documents are sent back.
 
-With cp 1, nothing is sent, and a document without branches is one fragment.  Tokens are copied only if a document of a
-tree comes after a document without a tree, because a rank computes the documents of trees first.
+With cp 1, nothing is sent, and a document without branches is one fragment.  A rank computes the documents of trees
+first, so tokens are copied only if a document of a tree comes after a document that is in no tree.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,9 +33,9 @@ class LinearDocuments:
 
     cp: CpGroup  # the ranks that share the pack
     kernel: Any  # a `recurrence.Kernel`
-    schedule: FragmentSchedule  # of `kernel`
+    schedule: FragmentSchedule  # result of `kernel.schedule`
     convolution: Any  # `kernel.convolution_plan` of the microbatch
-    passing: HeadwisePassing | None = None  # None: no fragment is linked, on any rank
+    passing: HeadwisePassing | None = None  # passes states between fragments; None: no rank has a linked fragment
     relayout: TokenRelayout | None = None
 
     @staticmethod
@@ -50,8 +50,9 @@ class LinearDocuments:
         max_short: int,
         branches: Branches | None = None,
     ) -> "LinearDocuments":
-        """cu_seqlens: int32 [documents + 1], padded boundaries of the documents of the whole pack
+        """The documents of a microbatch on this rank.
 
+        cu_seqlens: int32 [documents + 1], padded boundaries of the documents of the whole pack
         heads: heads with a state on this rank; num_taps: taps of the convolution
         max_short: length of the longest document that counts as short (`RecurrentSizes.max_short`)
         """
@@ -74,7 +75,10 @@ Call = Callable[[Callable[..., Tensor], Sequence[Tensor]], Tensor]
 
 
 def linear_attention(inputs: InputsT, documents: LinearDocuments, call: Call) -> Tensor:
-    """Outputs [t, heads, V] of this rank's tokens.  Collective over cp.  call: runs the recurrence"""
+    """Outputs [t, heads, V] of this rank's tokens.  Collective over cp.
+
+    call: calls the recurrence, so that the caller can keep its results for recomputation
+    """
     cp_group, make = documents.cp.members, type(inputs)
 
     def recurrence(*tensors: Tensor) -> Tensor:

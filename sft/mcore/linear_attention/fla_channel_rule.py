@@ -1,6 +1,6 @@
-"""The delta rule with a decay for each channel by FLA's kernels of Kimi Delta Attention (fla.ops.kda).
+"""Computes the delta rule with a decay for each channel, by FLA's kernels of Kimi Delta Attention (fla.ops.kda).
 
-The steps of a pass are those of fla_rule.py.  Kernels that go from chunk to chunk take decayed inputs: each key times
+A pass has the same steps as in fla_rule.py.  Kernels that go from chunk to chunk take decayed inputs: each key times
 the decay from its token to the end of the chunk, and each query times the decay from the start of the chunk.
 """
 
@@ -84,6 +84,9 @@ class ChannelPass(DeltaPass):
         return self._of_pairs(grad, self._u)[1]
 
     def _of_pairs(self, grad: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of the weights of pairs, and of values by outputs of their own chunk, which depend on no value."""
+        """The gradients of the weights of pairs, and the part of the values' gradients from outputs of their own chunk.
+
+        The second result does not depend on `values`.
+        """
         dweights, dv = self._f.chunk_kda_bwd_dAv(v=values, do=self._of(grad), A=self._weights, **self._qk)
         return dweights, dv

@@ -1,8 +1,8 @@
 """Compiles FLA's kernels for the sizes of a run, before its first pass.
 
-Triton compiles a kernel when it is first called, and measures which of its variants is the fastest.  For the kernels of
-one layer these are about 200 compilations.  Triton keeps both kernels and measurements in TRITON_CACHE_DIR.  So one
-process of a node calls every kernel first, and its other processes then find them on the disk.
+Triton compiles a kernel when it is first called, and measures which of its variants is the fastest.  The kernels of one
+layer take about 200 compilations.  Triton keeps both kernels and measurements in TRITON_CACHE_DIR.  So one process of a
+node calls every kernel first, and the other processes of the node then find the results on the disk.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""The inner functions of flash-linear-attention (FLA, the package fla-core) that this trainer calls.
+"""Lists and loads the inner functions of flash-linear-attention (FLA, the package fla-core) that this trainer calls.
 
 FLA does not promise that inner functions stay as they are.  So a run uses FLA only if its release is one of RELEASES
 and each function has the arguments that are named here.
@@ -16,10 +16,9 @@ from torch.torch_version import TorchVersion
 
 from sft.config import Config
 
-TO_BASE_2 = 1 / math.log(
-    2
-)  # FLA's kernels take sums of g as logarithms to base 2, and return gradients of natural ones
-RELEASES = ("0.6.0", "0.7")  # from the first of these, and before the second
+# FLA's kernels take sums of g as logarithms to base 2, and return gradients with respect to natural logarithms.
+TO_BASE_2 = 1 / math.log(2)
+RELEASES = ("0.6.0", "0.7")  # the first release that is supported, and the first that is not
 INSTALL = 'Install it with: pip install "fla-core[cuda]>=0.6,<0.7" (docs/start/install.md)'
 _PACK = " cu_seqlens chunk_indices"
 # module -> function -> arguments

@@ -1,8 +1,8 @@
-"""The kernels of the gated delta rule of flash-linear-attention (FLA, the package fla-core), on CUDA in bf16.
+"""Computes the gated delta rule by flash-linear-attention (FLA, the package fla-core), on CUDA in bf16.
 
-FLA computes in Triton, with fp32 states between chunks and bf16 products within them.  fla_rule.py calls its kernels of
-the delta rule, fla_layer.py those of the convolution and of the gated norm.  Nothing is saved for backward but the
-inputs.  On Hopper, FLA refuses some releases of Triton (WRONG_TRITON).
+FLA computes in Triton, with fp32 states between chunks and bf16 products within chunks.  fla_rule.py calls FLA's
+kernels of the delta rule, fla_layer.py its kernels of the convolution and of the gated norm.  Only the inputs are saved
+for backward.  On Hopper, FLA refuses some releases of Triton (WRONG_TRITON).
 """
 
 import importlib.util
@@ -23,9 +23,9 @@ from sft.mcore.linear_attention.fla_rule import DeltaPass, Part
 from sft.mcore.linear_attention.recurrence import MATRICES
 
 MAX_KEY_DIM = 256  # widest key head that FLA supports
-# Releases of Triton from the first of these, and before the second, compute wrong gradients on Hopper.  With them, FLA
-# 0.6.0 raises an error in the backward pass (fla/ops/common/chunk_o.py).  If tilelang is installed, FLA uses its kernel
-# instead.
+# Releases of Triton from the first of these on, and before the second, compute wrong gradients on Hopper.  With such a
+# release, FLA 0.6.0 raises an error in the backward pass (fla/ops/common/chunk_o.py).  If tilelang is installed, FLA
+# uses a kernel of tilelang instead.
 WRONG_TRITON = ("3.4.0", "3.7.1")
 AMPERE, HOPPER = 8, 9  # major compute capabilities
 

@@ -1,7 +1,7 @@
-"""The convolution and the gated norm of a layer of linear attention by FLA's kernels, with their gradients.
+"""Computes the convolution and the gated norm of a layer of linear attention by FLA's kernels, with their gradients.
 
 The formulas are those of short_convolution.py and gated_norm.py: sums in fp32, one rounding to bf16.  Both functions
-save what their counterparts there save.
+save the same tensors for backward as the functions of these two modules.
 """
 
 from abc import ABC, abstractmethod
@@ -32,10 +32,11 @@ class FlaConvolutionPlan:
     halo           `ConvolutionPlan` of the microbatch; only its halo is used
     boundaries     int64 [sequences + 1]
     chunk_indices  as in `fla_rule.Part`
-    local_slots, local_rows        int64: the row sequence * n + column of a state that is a local token, and this token
+    local_slots, local_rows        int64: each slot of a state (sequence * n + column) that holds a local token, and the
+                                   index of this token
     received_slots, received_rows  int64: the same for received tokens
-    local_tokens, local_numbers    int64: each local token of a state once, and for each slot its index among them.  The
-                                   states of several branches may hold the same token
+    local_tokens, local_numbers    int64: the different tokens of `local_rows`, and for each slot the index of its token
+                                   among them.  The states of several branches may hold the same token
     received_tokens, received_numbers  int64: the same for received tokens
     """
 
@@ -90,7 +91,7 @@ class FlaConvolutionPlan:
         return states.unflatten(0, (-1, num_taps)).transpose(1, 2).contiguous()
 
     def add_gradients(self, dstates: Tensor, dx: Tensor, dreceived: Tensor) -> None:
-        """Add the gradients of initial states to those of the tokens in them."""
+        """Add the gradients of initial states to the gradients of the tokens that they hold: dx and dreceived."""
         by_slot = dstates.transpose(1, 2).flatten(0, 1)
         for gradient, slots, tokens, numbers in (
             (dx, self.local_slots, self.local_tokens, self.local_numbers),
@@ -111,7 +112,10 @@ def call_convolution(
     sequences: Mapping[str, Tensor],
     bias: Tensor | None = None,
 ) -> Tensor:
-    """FLA's convolution of x [t, channels].  sequences: boundaries and chunks"""
+    """FLA's convolution of x [t, channels].
+
+    functions: FLA's functions; states: initial states, or None; sequences: arguments with boundaries and chunks
+    """
     arguments = dict(weight=weight, bias=bias, residual=None, initial_state=states, activation=_SILU)
     out: Tensor = functions.causal_conv1d_fwd(x=x[None], **arguments, **sequences)[0]
     return out[0]
@@ -126,16 +130,16 @@ def call_gradients_of_convolution(
     sequences: Mapping[str, Tensor],
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of x, of the weight, of the bias, and of the initial states."""
+    """The gradients of x, of the weight, of the bias, and of the initial states.  grad: gradient of the output"""
     arguments = dict(dht=None, weight=weight, bias=bias, initial_state=states, activation=_SILU)
     dx, dweight, dbias, _, dstates = functions.causal_conv1d_bwd(x=x[None], dy=grad[None], **arguments, **sequences)
     return dx[0], dweight, dbias, dstates
 
 
 class FlaLayer(ABC):
-    """The parts of kernels of FLA that serve all recurrences; implements `recurrence.Convolution`.
+    """The parts of FLA's kernels that serve all recurrences; implements `recurrence.Convolution`.
 
-    functions: FLA's (`fla_functions.functions`)
+    functions: FLA's functions (`fla_functions.functions`)
     """
 
     functions: Any
@@ -184,7 +188,7 @@ class _Convolution(torch.autograd.Function):
 def gated(
     functions: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: Activation
 ) -> tuple[Tensor, Tensor]:
-    """`gated_norm` without gradients."""
+    """The results of `gated_norm`, without gradients."""
     if not x.numel():
         return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     rows = (y.contiguous().flatten(0, 1) for y in (x, gate))
@@ -197,7 +201,7 @@ def gated(
 def gated_norm(
     functions: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: Activation
 ) -> tuple[Tensor, Tensor]:
-    """`_FusedGatedNorm` of gated_norm.py"""
+    """Implements `delta_rule.DeltaKernel.gated_norm`."""
     out, scale = _FusedGatedNorm.apply(functions, x, gate, weight, eps, activation)
     return out, scale
 

@@ -1,10 +1,9 @@
-"""The frame of a recurrence's kernel of flash-linear-attention (FLA): which fragments a run of its kernels computes.
+"""Divides fragments into parts, and calls the kernels of flash-linear-attention (FLA) for each part.
 
-Fragments between which states pass come first, and only they have tensors of states.  So the linked fragments and
-the others are two parts, and each part is a run of FLA's kernels.  Most microbatches have one part.
+Linked fragments come first, and only they have tensors of states.  So the linked fragments are one part, and all other
+fragments are another part.  FLA's kernels run once for each part.  Most microbatches have one part.
 
-No pass makes the host wait for the GPU: everything that kernels need about fragments is computed on the host once for
-all layers.
+No pass makes the host wait for the GPU: the host computes all arguments about fragments once for all layers.
 """
 
 from abc import abstractmethod
@@ -23,7 +22,7 @@ from sft.mcore.linear_attention.recurrence import Fragments, GradientsT, InputsT
 
 @dataclass(frozen=True)
 class FlaSchedule:
-    """Fragments, and their parts that have fragments: first the linked ones, then the others."""
+    """Fragments, and their non-empty parts: first the linked fragments, then the others."""
 
     fragments: Fragments
     parts: tuple[Part, ...]
@@ -37,7 +36,12 @@ class FlaSchedule:
 
 
 class PartPass(Protocol[GradientsT]):
-    """One forward or backward pass over a part that has tokens.  grad: gradients of the outputs of all tokens"""
+    """One forward or backward pass over a part that has tokens.
+
+    states  initial states of the fragments; None: zero
+    grad    gradients of the outputs of all tokens of the rank
+    last    gradients of the fragments' last states; None: zero
+    """
 
     part: Part
 
@@ -47,15 +51,15 @@ class PartPass(Protocol[GradientsT]):
     def outputs(self, states: Tensor | None) -> Tensor: ...
 
     def state_gradients(self, grad: Tensor) -> Tensor:
-        """Gradients of the initial states, of outputs alone."""
+        """The gradients of the initial states through outputs, without those through last states."""
 
     def gradients(self, grad: Tensor, states: Tensor | None, last: Tensor | None) -> GradientsT:
-        """Gradients of the inputs of this part."""
+        """The gradients of the inputs of this part."""
 
 
 @dataclass(frozen=True)
 class PreparedInputs(Generic[InputsT]):
-    """The inputs of a pass, and for each part with tokens what its kernels compute from the inputs alone."""
+    """The inputs of a pass, and for each part with tokens a `PartPass`, which has computed all that needs no states."""
 
     inputs: InputsT
     passes: tuple[PartPass[InputsT], ...]
@@ -69,7 +73,7 @@ class PreparedInputs(Generic[InputsT]):
 class FlaRecurrence(FlaLayer, Generic[InputsT]):
     """Implements `recurrence.Kernel` with kernels of FLA.
 
-    functions: FLA's (`fla_functions.functions`); reason: why this run uses this kernel, for the log
+    functions: FLA's functions (`fla_functions.functions`); reason: why this run uses this kernel, for the log
     """
 
     maps: ClassVar[Maps]
@@ -84,7 +88,7 @@ class FlaRecurrence(FlaLayer, Generic[InputsT]):
 
     @abstractmethod
     def identity(self, inputs: InputsT, count: int) -> Tensor:
-        """A of `count` fragments without tokens."""
+        """The maps A of `count` fragments without tokens."""
 
     def schedule(self, fragments: Fragments, heads: int, device: torch.device) -> FlaSchedule:
         return FlaSchedule.of(fragments, device)
@@ -129,5 +133,5 @@ class FlaRecurrence(FlaLayer, Generic[InputsT]):
 
 
 def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
-    """The tensors of parts as one tensor; without parts, an empty one like `like`."""
+    """The tensors of parts as one tensor; without parts, an empty tensor with the dtype and inner axes of `like`."""
     return parts[0] if len(parts) == 1 else torch.cat([like[:0], *parts])

@@ -1,4 +1,4 @@
-"""The gated delta rule by FLA's kernels on a part of a rank's fragments: either the linked ones, or all others.
+"""Computes the gated delta rule by FLA's kernels on a part of a rank's fragments: the linked ones, or all others.
 
 FLA's chunks of 64 tokens need, besides q, k, v, g and beta, only the state before each chunk.  So a pass has steps:
 
@@ -6,9 +6,10 @@ FLA's chunks of 64 tokens need, besides q, k, v, g and beta, only the state befo
     2. for linked fragments: the map of each fragment                                                     `maps`
     3. the state before each chunk, from initial states, and with it the outputs                          `outputs`
 
-Backward repeats step 1, and then computes gradients of states from the last chunk to the first: once for linked
-fragments alone, without gradients of last states, which ranks then send each other (`state_gradients`), and once with
-them (`gradients`).  Only kernels that go from chunk to chunk run twice; the rest runs once.
+Backward repeats step 1.  Then it computes gradients of states from the last chunk to the first, for linked fragments
+twice.  The first time is without gradients of last states (`state_gradients`).  Ranks pass the results on, which gives
+the gradients of last states.  The second time uses these (`gradients`).  Only kernels that go from chunk to chunk run
+twice.
 """
 
 from collections.abc import Mapping
@@ -29,11 +30,11 @@ from sft.mcore.linear_attention.fla_functions import TO_BASE_2
 class Part:
     """Consecutive fragments of a microbatch, as all kernels of FLA take them.  All layers pass the same tensors.
 
-    tokens         the tokens of the fragments among those of the rank
+    tokens         the tokens of the fragments among the tokens of the rank
     has_states     whether the fragments are linked
     boundaries     int64 [n + 1], boundaries of the fragments among these tokens
-    chunk_indices  int64 [chunks, 2], the fragment of each chunk, and which chunk of the fragment it is
-    chunk_offsets  int64 [n + 1], number of chunks before each fragment, and in all
+    chunk_indices  int64 [chunks, 2], for each chunk the index of its fragment, and its index within the fragment
+    chunk_offsets  int64 [n + 1], number of chunks before each fragment, then the number of all chunks
     """
 
     tokens: slice
@@ -75,7 +76,7 @@ def chunks(boundaries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 class DeltaPass:
     """Implements `fla_recurrence.PartPass`.
 
-    functions: FLA's (`fla_functions.functions`); inputs: of all tokens of the rank
+    functions: FLA's functions (`fla_functions.functions`); inputs: the inputs of all tokens of the rank
     """
 
     def __init__(self, functions: Any, inputs: Inputs, part: Part) -> None:
@@ -105,7 +106,7 @@ class DeltaPass:
 
     @property
     def _of_queries(self) -> Tensor:
-        """The queries of the kernel of gradients that goes from chunk to chunk."""
+        """The queries for the backward kernel that goes from chunk to chunk."""
         return self._q
 
     def maps(self) -> tuple[Tensor, Tensor]:
@@ -122,7 +123,7 @@ class DeltaPass:
         return out[0]
 
     def state_gradients(self, grad: Tensor) -> Tensor:
-        """Gradients of the initial states, of outputs alone.  grad: gradients of the outputs of all tokens"""
+        """The gradients of the initial states through outputs, without those through last states."""
         inputs = Inputs(*(x[0] for x in self._inputs))
         like = inputs.zero_states(self.part.num_fragments)
         dstates: Tensor = self._reverse(grad, like, None)[1]
@@ -172,7 +173,7 @@ class DeltaPass:
         )
 
     def _local_gradients(self, grad: Tensor) -> Tensor:
-        """Gradients of values, of the outputs of their own chunk."""
+        """The part of the gradients of values that comes from outputs of their own chunk."""
         dv: Tensor = self._f.chunk_bwd_dv_local(do=self._of(grad), **self._qk)
         return dv
 

@@ -1,8 +1,8 @@
-"""RMSNorm of each value head, times a gate: weight * normed(x) * activation(gate).  The activation is silu or sigmoid.
-The weight is never an offset from 1.
+"""Computes the gated norm: RMSNorm of each value head, times a gate: weight * normed(x) * activation(gate).
 
-The arithmetic is in fp32 or float64, on a block of tokens at a time.  Backward needs the inputs and one fp32 value per
-token and head; autograd would save six fp32 copies of the input.
+The activation is silu or sigmoid.  The weight itself is the factor: nothing is added to it.  The arithmetic is in fp32
+or float64, on a block of tokens at a time.  Backward needs the inputs and one fp32 value per token and head; autograd
+would save six fp32 copies of the input.
 """
 
 from functools import partial
@@ -41,14 +41,14 @@ class GatedNorm(torch.nn.Module):
 def gated_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: Activation = "silu"
 ) -> tuple[Tensor, Tensor]:
-    """`delta_rule.DeltaKernel.gated_norm`"""
+    """Implements `delta_rule.DeltaKernel.gated_norm`."""
     out, shrink = _GatedNorm.apply(x, gate, weight, eps, activation)
     return out, shrink
 
 
 class _GatedNorm(torch.autograd.Function):
     """(x, gate [t, heads, V], weight [V], eps, activation) -> the gated norm [t, heads, V], and 1 / root mean square of
-    each head, [t, heads, 1], which has no gradient."""
+    each head, [t, heads, 1].  The second result has no gradient."""
 
     @staticmethod
     def forward(
@@ -90,9 +90,9 @@ def _with_gradient(activation: Activation, gate: Tensor, grad: Tensor) -> tuple[
 
 
 def _blocks(x: Tensor) -> list[slice]:
-    """Slices of tokens, one for each block.  Backward has about eight fp32 tensors of this size at a time.
+    """Slices of tokens, one for each block; one empty slice if there are no tokens.
 
-    One empty slice if there are no tokens.
+    Backward has about eight fp32 tensors of the size of a block at a time.
     """
     size = max(1, BLOCK_NUMBERS[x.device.type] // 2 // (x.shape[1] * x.shape[2]))
     return [slice(start, start + size) for start in range(0, max(1, len(x)), size)]

@@ -1,7 +1,7 @@
-"""The skip and the norm after Mamba-2: y + D x, and RMSNorm by groups of weight * normed(y * silu(gate)).
+"""Computes the skip and the norm after Mamba-2: y + D x, then weight * normed(y * silu(gate)) by groups.
 
-The gate is multiplied before the norm, unlike in gated_norm.py, and each group of heads has its own root mean square.
-The arithmetic is in fp32 or float64, on a block of tokens at a time.  Backward needs the inputs and one fp32 value per
+Unlike in gated_norm.py, the gate is applied before the norm, and each group of heads has its own root mean square.  The
+arithmetic is in fp32 or float64, on a block of tokens at a time.  Backward needs the inputs and one fp32 value per
 token and group.
 """
 
@@ -39,7 +39,7 @@ class GroupedNorm(torch.nn.Module):
 
 
 def grouped_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`ssd.SsdKernel.grouped_norm`"""
+    """Implements `ssd.SsdKernel.grouped_norm`."""
     out, shrink = _GroupedNorm.apply(x, gate, weight, eps)
     return out, shrink
 
@@ -101,9 +101,9 @@ def _gated(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def _blocks(x: Tensor) -> list[slice]:
-    """Slices of tokens, one for each block.  Backward has about eight fp32 tensors of this size at a time.
+    """Slices of tokens, one for each block; one empty slice if there are no tokens.
 
-    One empty slice if there are no tokens.
+    Backward has about eight fp32 tensors of the size of a block at a time.
     """
     size = max(1, BLOCK_NUMBERS[x.device.type] // 2 // (x.shape[1] * x.shape[2]))
     return [slice(start, start + size) for start in range(0, max(1, len(x)), size)]

@@ -1,4 +1,4 @@
-"""The interface of recurrences: what a kernel computes, and what the code around it may assume.
+"""Defines the interface of recurrences: the methods of a kernel, and what the code around it may assume.
 
 A recurrence has a state S [K, V] for every head, which each token of a document reads and changes.  A fragment is a run
 of consecutive tokens of one document on one rank.  The state after it is an affine function of the state before it:
@@ -6,8 +6,8 @@ of consecutive tokens of one document on one rank.  The state after it is an aff
     S_out = A(S_in) + B
 
 A and B are the fragment's map.  The recurrence decides what A is (`Maps`): a matrix that multiplies the state, or a
-number.  The state before a linked fragment is that after its predecessor (sft/parallel/fragments.py).  The state before
-a fragment without one, or that is not linked, is zero.
+number.  A linked fragment with a predecessor begins with the state after its predecessor (sft/parallel/fragments.py).
+All other fragments begin with the state zero.
 
 A recurrence is a file with a NamedTuple of its inputs, and one class for each kernel: delta_rule.py, for example.
 documents.py, recurrent_attention.py, state_passing.py, relayout.py and short_convolution.py serve all recurrences.
@@ -25,10 +25,10 @@ from sft.parallel.taps import Taps
 
 
 class Maps(NamedTuple):
-    """How the part A of maps acts on states, for tensors of maps [..., R, C] and of states [..., K, V].
+    """Functions that apply the part A of maps to states, for tensors of maps [..., R, C] and of states [..., K, V].
 
-    times       (A, states) -> A of the states
-    transposed  A -> the A that acts on gradients of states
+    times       (A, states) -> A(states)
+    transposed  A -> the A for gradients of states
     """
 
     times: Callable[[Tensor, Tensor], Tensor]
@@ -111,7 +111,7 @@ class Convolution(Protocol):
         """Tensors that describe a microbatch for `convolution`."""
 
     def convolution(self, x: Tensor, weight: Tensor, plan: Any, cp_group: Any, bias: Tensor | None = None) -> Tensor:
-        """`short_convolution.short_convolution`, with gradients."""
+        """The function `short_convolution.short_convolution`, with gradients."""
 
 
 class Kernel(Convolution, Protocol[InputsT]):
@@ -129,23 +129,24 @@ class Kernel(Convolution, Protocol[InputsT]):
         """The `FragmentSchedule` of a microbatch.  heads: heads with a state on this rank"""
 
     def prepared(self, inputs: InputsT, schedule: Any) -> Any:
-        """The inputs, with what this kernel computes from them alone, for the calls of one forward or backward pass."""
+        """The inputs, with values that this kernel computes from the inputs alone, for one forward or backward pass."""
 
     def transitions(self, inputs: Any, schedule: Any) -> tuple[Tensor, Tensor]:
         """The maps of the linked fragments: A [m, heads, R, C], B [m, heads, K, V]."""
 
     def forward(self, inputs: Any, schedule: Any, states: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Outputs [t, heads, V] in the dtype of the values, and a tensor that this kernel saves for backward.
+        """The outputs [t, heads, V] in the dtype of the values, and a tensor that this kernel saves for backward.
 
         states: [m, heads, K, V], initial states of the linked fragments; None: zero
         """
 
     def state_gradients(self, grad: Tensor, inputs: Any, schedule: Any) -> Tensor:
-        """Gradients of the linked fragments' initial states, [m, heads, K, V].
+        """The gradients of the linked fragments' initial states through outputs, [m, heads, K, V].
 
-        Only the outputs of a fragment contribute to the gradient of its initial state, not its last state.
-        grad: [t, heads, V], gradients of the outputs.  Outputs are affine in initial states, so the result depends on
+        The gradients through last states are left out.  Outputs are affine in initial states, so the result depends on
         no state.
+
+        grad: [t, heads, V], gradients of the outputs
         """
 
     def backward(
@@ -157,7 +158,7 @@ class Kernel(Convolution, Protocol[InputsT]):
         saved: Tensor,
         last_gradients: Tensor | None,
     ) -> InputsT:
-        """Gradients of the inputs.
+        """The gradients of the inputs.
 
         grad            [t, heads, V], gradients of the outputs
         states, saved   the argument `states` and the second result of `forward`

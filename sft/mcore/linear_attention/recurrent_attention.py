@@ -1,8 +1,8 @@
-"""A recurrence with its gradients, also if the state of a fragment comes from another fragment or rank.
+"""Makes a recurrence differentiable, also if the state of a fragment comes from another fragment or rank.
 
-With context parallelism, a long document is cut into fragments, and a tree always is, at its forks.  Each rank computes
-the affine map of each of its fragments, S_out = A(S_in) + B.  The ranks compose the maps in document order, which gives
-the initial state of every fragment.  Then each rank runs its fragments from these states.  Backward passes the
+Long documents under context parallelism, and all trees, are cut into several fragments.  Each rank computes the affine
+map of each of its linked fragments, S_out = A(S_in) + B.  The ranks compose the maps in document order, which gives the
+initial state of every linked fragment.  Then each rank runs its fragments from these states.  Backward passes the
 gradients of states in the opposite order.  A and B need no gradients: `Kernel.backward` gets the gradient of a
 fragment's last state, and propagates it to the inputs.
 """
@@ -30,8 +30,10 @@ def recurrent_attention(
 
 
 class _RecurrentAttention(torch.autograd.Function):
-    """Saves the inputs, what backward reads of A and of the initial states of linked fragments, and the tensor that the
-    kernel saves."""
+    """The recurrence as an autograd function.
+
+    Saves the inputs, the rows of A and of initial states that backward reads (`ReadRows`), and the kernel's tensor.
+    """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:

@@ -49,8 +49,10 @@ class TokenRelayout:
         )
 
     def to_computed(self, tensors: Sequence[Tensor], cp_group: Any) -> list[Tensor]:
-        """Tensors [t, ...] of local tokens -> tensors of the tokens that this rank computes: first those that are not
-        sent, then those of its short documents."""
+        """Turn tensors [t, ...] of local tokens into tensors of the tokens that this rank computes.
+
+        The tokens that are not sent come first, then the tokens of this rank's short documents.
+        """
         rows = [x.index_select(0, self.send) for x in tensors]
         arrived = _all_to_all(rows, self.num_sent, self.num_received, cp_group)
         return [
@@ -71,13 +73,13 @@ class TokenRelayout:
 
 
 def to_computed(relayout: TokenRelayout, cp_group: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """`TokenRelayout.to_computed` with gradients."""
+    """The method `TokenRelayout.to_computed`, with gradients."""
     moved: tuple[Tensor, ...] = _Moved.apply(relayout.to_computed, relayout.to_local, cp_group, *tensors)
     return moved
 
 
 def to_local(relayout: TokenRelayout, cp_group: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """`TokenRelayout.to_local` with gradients."""
+    """The method `TokenRelayout.to_local`, with gradients."""
     moved: tuple[Tensor, ...] = _Moved.apply(relayout.to_local, relayout.to_computed, cp_group, *tensors)
     return moved
 
@@ -96,7 +98,7 @@ class _Moved(torch.autograd.Function):
 
 
 def _all_to_all(rows: Sequence[Tensor], num_sent: list[int], num_received: list[int], cp_group: Any) -> list[Tensor]:
-    """Contiguous tensors [sum(num_sent), ...], ordered by receiver -> tensors [sum(num_received), ...], by sender."""
+    """Send rows: tensors [sum(num_sent), ...], ordered by receiver -> tensors [sum(num_received), ...], by sender."""
     if len(num_sent) == 1:
         return list(rows)
     message = torch.cat([x.flatten(1).view(torch.uint8) for x in rows], dim=1)

@@ -27,8 +27,8 @@ from sft.mcore.device import send
 from sft.mcore.linear_attention.recurrence import Fragments
 
 CHUNK = 64  # tokens per chunk, as in the package transformers; matrix products compute a chunk's updates of the state
-INTERVAL = 8  # most steps of a block.  Forward saves the states at the start of each block except a group's first one
-BLOCK_CHUNKS = 512  # most chunks times heads of a block that has several fragments
+INTERVAL = 8  # most steps of a block.  Forward saves the states at the start of blocks
+BLOCK_CHUNKS = 512  # most chunks x heads of a block with several fragments
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,11 +37,11 @@ class Block:
 
     tokens   int64 [n * CHUNK], indices of tokens, chunk by chunk in the order of steps.  In a shorter chunk, the last
              token is repeated
-    padding  bool [n, CHUNK], true for the repeated tokens; None: there are none
-    kept     int64, indices of the other tokens in `tokens`; None: all
-    steps    for each step, the slice of its chunks among the n chunks; their number never increases
-    saved    the slice of the states at the start of the block among the saved states; None: the block is its group's
-             first
+    padding  bool [n, CHUNK], true for the repeated tokens; None: no token is repeated
+    kept     int64, indices in `tokens` of the tokens that are not repetitions; None: all of them
+    steps    for each step, the slice of its chunks among the n chunks.  A step has at most as many as the step before
+    saved    the slice among all saved states that holds the states at the start of the block; None: the first block of
+             a group, whose states are not saved
     """
 
     tokens: Tensor
@@ -76,7 +76,7 @@ class ChunkSchedule:
 
     @staticmethod
     def of(fragments: Fragments, heads: int, device: torch.device) -> "ChunkSchedule":
-        """heads: value heads of this rank"""
+        """The schedule of a microbatch.  heads: heads with a state on this rank"""
         num_chunks = -(-fragments.lengths // CHUNK)
         linked = np.full(len(num_chunks), -1, dtype=np.int64)
         linked[fragments.linked] = np.arange(len(fragments.linked))

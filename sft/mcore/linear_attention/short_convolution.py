@@ -1,11 +1,11 @@
-"""The causal depthwise convolution before a recurrence, over the last n tokens of a document, then SiLU.
+"""Computes the causal depthwise convolution before a recurrence, over the last n tokens of a document, then SiLU.
 
     z[t] = bias + sum over s = 0 .. n - 1 of weight[:, n - 1 - s] * x[t - s]        out[t] = silu(z[t])
 
-Tokens before the start of a text count as zeros; before a branch are those of its parent.  Under context parallelism,
-ranks send each other the n - 1 tokens before their chunks, and backward returns the gradients of these tokens.  The
-input and the received tokens are saved; backward computes z again.  The arithmetic is in fp32 or float64, on a block of
-channels at a time.
+The tokens before a branch are those of its parent.  Before the start of a text, zeros take the place of tokens.  Under
+context parallelism, ranks send each other the n - 1 tokens before their chunks, and backward returns the gradients of
+these tokens.  The input and the received tokens are saved; backward computes z again.  The arithmetic is in fp32 or
+float64, on a block of channels at a time.
 """
 
 from dataclasses import dataclass
@@ -54,9 +54,10 @@ class ConvolutionPlan:
 def short_convolution(
     x: Tensor, weight: Tensor, plan: ConvolutionPlan, cp_group: Any, bias: Tensor | None = None
 ) -> Tensor:
-    """x [t, channels] of this rank's tokens, weight [channels, n] -> [t, channels].  Collective over cp.
+    """The convolution of this rank's tokens: x [t, channels], weight [channels, n] -> [t, channels].
 
-    bias: [channels]; None: 0.  The channels are those of this tp rank.
+    Collective over cp.  The channels are those of this tp rank.
+    bias: [channels]; None: 0
     """
     assert weight.shape == (x.shape[1], len(plan.rows) + 1), f"weight {tuple(weight.shape)}, x {tuple(x.shape)}"
     out: Tensor = _ShortConvolution.apply(x, weight, bias, plan, cp_group)
@@ -112,10 +113,10 @@ def received_tokens(x: Tensor, plan: ConvolutionPlan, cp_group: Any) -> Tensor:
 
 
 def returned_gradients(dx: Tensor, dreceived: Tensor, plan: ConvolutionPlan, cp_group: Any) -> Tensor:
-    """Return the gradients of received tokens to their ranks, and add those that arrive to the gradients of local
-    tokens.
+    """Send the gradients of received tokens back to their ranks, and add the gradients that arrive to `dx`.
 
-    dx, dreceived: gradients of local and of received tokens from this rank -> gradients of local tokens
+    dx, dreceived: gradients of local and of received tokens through this rank's outputs
+    -> gradients of local tokens through the outputs of all ranks
     """
     if plan.halo_rows is None:
         return dx
@@ -140,8 +141,10 @@ def _wide(x: Tensor, received: Tensor, weight: Tensor, channels: slice) -> tuple
 
 
 def _preactivation(held: Tensor, taps: Tensor, plan: ConvolutionPlan) -> Tensor:
-    """z [t, block].  At the edges, the rows before a token in memory are not the tokens before it, so z is computed
-    again there."""
+    """z [t, block].
+
+    At the edges of chunks, the rows before a token are not the tokens before it, so z is computed again there.
+    """
     num_tokens = len(held) - sum(plan.num_received or ())
     x = held[:num_tokens]
     z = x * taps[0]

@@ -1,4 +1,4 @@
-"""The recurrence of Mamba-2 (SSD, Dao and Gu 2024, arXiv:2405.21060) on one rank: its inputs, and how kernels look.
+"""Defines the recurrence of Mamba-2 (SSD, Dao and Gu 2024, arXiv:2405.21060) on one rank: inputs and kernel interface.
 
 Every head has a state S [N, P].  For each token t:
 
@@ -17,7 +17,7 @@ from sft.mcore.linear_attention.recurrence import Kernel, wide_dtype
 
 
 class SsdInputs(NamedTuple):
-    """SsdInputs of a kernel for the t tokens of a rank, or their gradients.
+    """Inputs of a kernel for the t tokens of a rank, or their gradients.
 
     c, b   [t, groups, N]
     x      [t, heads, P]
@@ -48,18 +48,19 @@ class SsdKernel(Kernel[SsdInputs], Protocol):
     """One implementation of the recurrence, and of the convolution and the norm around it."""
 
     def grouped_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """The norm after the recurrence, with gradients: weight * normed(x * silu(gate)), [t, groups, width], and the
-        scale 1 / root mean square of each group, [t, groups, 1], which has no gradient.
+        """The norm after the recurrence: weight * normed(x * silu(gate)), [t, groups, width].  Differentiable.
+
+        Also returns the scale 1 / root mean square of each group, [t, groups, 1], which has no gradient.
 
         x, gate: [t, groups, width]; weight: [groups, width]
         """
 
     def grouped(self, x: Tensor, gate: Tensor, weight: Tensor, scale: Tensor, eps: float) -> Tensor:
-        """The first result of `grouped_norm` once more, without gradients.  scale: its second result"""
+        """Compute the first result of `grouped_norm` again, without gradients.  scale: its second result"""
 
 
 def time_steps(raw: Tensor, bias: Tensor, a_log: Tensor, *, low: float, high: float | None) -> tuple[Tensor, Tensor]:
-    """Time steps and logarithms of decays, [t, heads], in fp32, or in float64 for float64 inputs; with gradients.
+    """Time steps and logarithms of decays, [t, heads], in fp32, or in float64 for float64 inputs.  Differentiable.
 
         dt = softplus(raw + bias), at least `low` and at most `high`        g = -exp(a_log) * dt
 

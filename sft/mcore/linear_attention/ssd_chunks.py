@@ -1,12 +1,12 @@
-"""The recurrence of Mamba-2 on the chunks of a block, by matrix products (equations of arXiv:2405.21060).
+"""Computes the recurrence of Mamba-2 on the chunks of a block, by matrix products (equations of arXiv:2405.21060).
 
 For one chunk of c tokens and one head, with V = dt x, s_i = g_1 + ... + g_i, and D_ij = exp(s_i - s_j) for i >= j,
 else 0:
 
     output  Y = exp(s) C S + ((C B^T) D) V        next state  S' = exp(s_c) S + B^T exp(s_c - s) V
 
-Only sums of states go from one step to the next; all products cover all chunks of the block at once.  The sums s and
-their differences are float64, as in chunks.py.  C B^T is computed once per group.
+Only the addition of states is computed step by step.  All products cover all chunks of the block at once.  The sums s
+and their differences are float64, as in chunks.py.  C B^T is computed once per group.
 """
 
 from dataclasses import dataclass
@@ -30,8 +30,9 @@ from sft.mcore.linear_attention.ssd import SsdInputs
 
 @dataclass(frozen=True, eq=False)
 class SsdChunks(HeadDecays):
-    """The n chunks of a block; implements `chunked_kernel.BlockProducts`.  All tensors except `sums` have the dtype of
-    states.
+    """The n chunks of a block; implements `chunked_kernel.BlockProducts`.
+
+    All tensors except `sums` have the dtype of states.
 
     c, b   [n, groups, c, N]
     x      [n, heads, c, P]
@@ -78,8 +79,11 @@ class SsdChunks(HeadDecays):
         return (self.decay.unflatten(1, (-1, self.ratio)) * products).flatten(1, 2)
 
     def scan(self, state: Tensor, values: Tensor) -> Tensor:
-        """The state before each chunk, [n, heads, N, P].  state: [fragments, heads, N, P], states before the block,
-        which are replaced in place by the states after the block; values: V"""
+        """The state before each chunk, [n, heads, N, P].
+
+        state: [fragments, heads, N, P], states before the block.  They are replaced in place by those after the block.
+        values: V
+        """
         states = self.of_heads[1].mT @ (self.to_end * values)
         self._carry(self.block.steps, state, states)
         return states
@@ -100,7 +104,10 @@ class SsdChunks(HeadDecays):
         return dstates
 
     def _carry(self, steps: tuple[slice, ...], carried: Tensor, terms: Tensor) -> None:
-        """For each step: replace its terms by what is carried, and carry exp(s_c) times this plus the terms."""
+        """Run over steps: replace the terms of a step by `carried`, then set carried = exp(s_c) carried + terms.
+
+        carried: [fragments, heads, N, P]; terms: [n, heads, N, P].  Both are changed in place.
+        """
         ends = self.from_start[:, :, -1:]
         for step in steps:
             active = carried[: step.stop - step.start]

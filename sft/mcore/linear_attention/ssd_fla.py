@@ -1,11 +1,11 @@
-"""Mamba-2 by kernels of flash-linear-attention (FLA), on CUDA in bf16.
+"""Computes Mamba-2 by kernels of flash-linear-attention (FLA), on CUDA in bf16.
 
 SSD is the gated delta rule without the term that reads the state: with w = 0 for all tokens, FLA's kernels of the delta
 rule compute S = exp(g) S + k v^T.  So a pass calls them with k = B, q = C, v = dt x and zeros for w.  These kernels
-share B and C among the heads of a group, take and return states, and never make the host wait, unlike FLA's kernels of
-simple gated linear attention (chunk_fwd_h), which read the number of chunks from the GPU.
+share B and C among the heads of a group, and they take and return states.  They never make the host wait.  FLA's
+kernels of simple gated linear attention (chunk_fwd_h) would: they read the number of chunks from the GPU.
 
-The norm by groups is FLA's kernel of Mamba's norm, which reads the gate where it is, in the projections.
+FLA's kernel of Mamba's norm computes the norm by groups.  It reads the gate as a view of the projections' output.
 """
 
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ FUNCTIONS: Mapping[str, Mapping[str, str]] = {
 class SsdPass:
     """Implements `fla_recurrence.PartPass`.
 
-    functions: FLA's, FUNCTIONS; inputs: of all tokens of the rank
+    functions: FLA's functions (FUNCTIONS); inputs: the inputs of all tokens of the rank
     """
 
     def __init__(self, functions: Any, inputs: SsdInputs, part: Part) -> None:
@@ -91,7 +91,7 @@ class SsdPass:
         return self._inputs.b.new_zeros((*self._inputs.x.shape[:3], self._inputs.b.shape[-1]))
 
     def _scaled(self, x: Tensor) -> Tensor:
-        """dt x, rounded once"""
+        """dt x, in the dtype of x, rounded once"""
         return torch.mul(x, self._inputs.dt[..., None]).to(x.dtype)
 
     def _run(self, states: Tensor | None, *, is_last_wanted: bool = False) -> tuple[Any, Any]:
@@ -195,7 +195,7 @@ def _how(weight: Tensor, eps: float) -> dict[str, Any]:
 
 
 class _FusedGroupedNorm(torch.autograd.Function):
-    """Saves the gate as it is, a view of the projections."""
+    """The norm by groups.  Saves the gate without a copy, as a view of the projections' output."""
 
     @staticmethod
     def forward(ctx: Any, functions: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

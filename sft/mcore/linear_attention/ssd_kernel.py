@@ -1,4 +1,4 @@
-"""A kernel of Mamba-2 in plain torch, on any device and in any precision.
+"""Computes Mamba-2 in plain torch, on any device and in any precision.
 
 chunked_kernel.py goes from block to block, and ssd_chunks.py computes a block.  States and all products are float32, or
 float64 for float64 inputs.
@@ -26,8 +26,10 @@ class TorchSsdKernel(ChunkedKernel[SsdInputs]):
         return SsdChunks.of(inputs, block)
 
     def whole_maps(self, inputs: SsdInputs, count: int) -> tuple[Tensor, int, Callable[[Block, Tensor], object]]:
-        """Run the recurrence on the values [0, V] from the states [1, 0]; then the last states are [A, B].  Each row of
-        the column A has the same number."""
+        """Run the recurrence on the values [0, V] from the states [1, 0]; then the last states are [A, B].
+
+        All rows of the column A have the same number.
+        """
         maps = pad(inputs.zero_states(count), (1, 0))
         maps[..., 0] = 1
 

@@ -1,8 +1,8 @@
 """Passes states from fragment to fragment, also over context-parallel (CP) ranks.
 
-A fragment maps the state S before it to the state A S + B after it (recurrence.py).  Each linked fragment
-has at most one predecessor, p: the fragment before it in its document, or for a branch the fragment of its parent that
-ends at the fork.  Several fragments may have the same one.  S_f is the state before fragment f:
+A fragment maps the state S before it to the state A S + B after it (recurrence.py).  Each linked fragment has at most
+one predecessor, p: the fragment before it in its document, or for a branch the fragment of its parent that ends at the
+fork.  Several fragments may have the same predecessor.  S_f is the state before fragment f:
 
     S_f = 0 without predecessor        S_f = A_p S_p + B_p
 
@@ -44,16 +44,16 @@ from sft.parallel.fragments import FragmentLinks
 
 @dataclass(frozen=True, kw_only=True)
 class LevelStep:
-    """From a level to the next.  Fragments are slices of the order in which they are composed.
+    """The step from a level to the next level.  Slices are slices of fragments in the order of composition.
 
     before    the fragments of the level that have successors
     after     the fragments of the next level, which are these successors
-    followed  those of `after` that have successors themselves; they are the first
-    parents   int64, the predecessor of each in `after`, as index in `before`; None: 0, 1, 2, ...
-    children  int64, if there are parents: the fragments in `after` in the order of their predecessors
-    sums      rows of `children` that are added to others, all at once, one pair of tensors (to, from) after the other.
-              Then the first child of each predecessor has the sum of all
-    firsts    int64, the row of the first child of each in `before`
+    followed  the fragments of `after` that have successors themselves; they come first in `after`
+    parents   int64, the index in `before` of the predecessor of each fragment of `after`; None: 0, 1, 2, ...
+    children  int64, the indices in `after`, sorted by predecessor; None if `parents` is None
+    sums      pairs of tensors (to, from): rows of `children`.  For each pair in turn, the rows `from` are added to the
+              rows `to`.  Then the first child of each predecessor has the sum over all children of the predecessor
+    firsts    int64, for each fragment of `before` the row of its first child in `children`
     """
 
     before: slice
@@ -81,8 +81,8 @@ class HeadwisePassing:
     composed  int64, the order of composition: indices of fragments, or with cp > 1 of received rows, each of which is a
               head of a fragment
     returned  int64, the inverse of this permutation
-    steps     one for each level but the last
-    read      what backward reads of this rank's maps and states
+    steps     one step for each level but the last
+    read      the rows that backward reads of this rank's maps and states
     """
 
     cp: CpGroup
@@ -96,11 +96,11 @@ class HeadwisePassing:
 
     @staticmethod
     def of(links: FragmentLinks, heads: int, cp: CpGroup, device: torch.device, *, maps: Maps) -> "HeadwisePassing":
-        """heads: value heads of this rank"""
+        """The passing of a microbatch.  heads: heads with a state on this rank; maps: how maps act on states"""
         shares = [heads // cp.size + (rank < heads % cp.size) for rank in range(cp.size)]
         order, steps = _steps(links.predecessors, device)
         read = ReadRows.of(links, cp.rank, device)
-        if cp.size > 1:  # a rank sends [heads of the share, its fragments]
+        if cp.size > 1:  # each rank sends rows [heads of the receiver's share, fragments of the sender]
             counts, share = np.array(links.counts), shares[cp.rank]
             before, count = np.repeat(np.cumsum(counts) - counts, counts), np.repeat(counts, counts)
             first = before * share + np.arange(len(order)) - before
@@ -159,8 +159,8 @@ class HeadwisePassing:
 class ReadRows:
     """The rows that backward reads of the maps A and of the states before this rank's n linked fragments.
 
-    It reads A of fragments with a predecessor and a successor.  Fragments with the same predecessor, such as branches
-    at one fork, have the same state.
+    Backward reads A only of fragments that have both a predecessor and a successor.  Fragments with the same
+    predecessor, such as branches at one fork, have the same state.
 
     count   n
     maps    int64, the fragments whose A is read; None: all
@@ -207,7 +207,7 @@ def _chosen(x: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def _states(maps: Tensor, offsets: Tensor, act: Maps, steps: Sequence[LevelStep]) -> Tensor:
-    """maps [fragments, heads, ...], offsets [fragments, heads, K, V] -> the state before each fragment."""
+    """The state before each fragment, from maps [fragments, heads, ...] and offsets [fragments, heads, K, V]."""
     states = torch.zeros_like(offsets, memory_format=torch.contiguous_format)
     for step in steps:
         after = act.times(maps[step.before], states[step.before])
@@ -271,7 +271,7 @@ def _followed_first(fragments: np.ndarray, num_successors: np.ndarray) -> np.nda
 def _relatives(parents: np.ndarray, num_children: np.ndarray, device: torch.device) -> dict[str, Any]:
     """The fields of `LevelStep` about parents and children.
 
-    parents: index of each child's parent; num_children: of each parent
+    parents: index of each child's parent; num_children: number of children of each parent
 
     Siblings are added in pairs, then pairs in pairs: 5 siblings a b c d e -> a + b, c + d, then (a + b) + (c + d), then
     e.  So hundreds of siblings take a few additions.

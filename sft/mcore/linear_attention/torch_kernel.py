@@ -1,4 +1,4 @@
-"""A kernel of the gated delta rule in plain torch, on any device and in any precision.
+"""Computes the gated delta rule in plain torch, on any device and in any precision.
 
 chunked_kernel.py goes from block to block, and chunks.py computes a block.  States and all products are float32, or
 float64 for float64 values.

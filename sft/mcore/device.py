@@ -72,8 +72,8 @@ def _bind_to_cpus_near(index: int) -> None:
     """Let this process run only on the CPUs of its GPU's NUMA node, as far as it may run there.
 
     Memory that the process pins then lies on that node too, so copies between host and GPU do not cross the sockets.
-    Does nothing if Linux does not say which CPUs are near.  In that case `torchrun --numa-binding node`, which also
-    needs numactl, ends the run or binds all ranks to node 0.
+    If Linux does not report which CPUs are near, the function does nothing.  `torchrun --numa-binding node` is not
+    used: in that case it ends the run or binds all ranks to node 0, and it needs numactl.
     """
     gpu: Any = torch.cuda.get_device_properties(index)
     try:
@@ -156,7 +156,7 @@ def memory_outside_torch(device: torch.device) -> float | None:
 
 
 class WithoutPinning(TorchFunctionMode):
-    """Leaves tensors unpinned where other code wants a pinned copy."""
+    """A context in which `Tensor.pin_memory` returns the tensor itself, without a pinned copy."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is torch.Tensor.pin_memory else func(*args, **(kwargs or {}))

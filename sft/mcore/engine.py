@@ -49,7 +49,7 @@ class Engine:
 
     trained       which weights are trained, and which have adapters
     trains        False: only forward passes are possible; there are no gradients, no optimizer and no schedule
-    has_weights   whether weights were loaded or drawn; no pass is possible before
+    has_weights   whether weights were loaded or drawn.  As long as it is False, no pass is possible
     local_losses  objective of each microbatch of the last step or evaluation, summed over this rank's tokens
     progress      called with the name of each part of a step when the part begins
     """
@@ -250,7 +250,7 @@ class Engine:
             backward_is_next=self.layout.virtual_stages == 1 and self.groups.is_last_stage,
             resident=[weight for chunk in self.chunks for weight in chunk.module.parameters()],
         )
-        # With hooks, backward would lose the mark of a weight whose gradient a kernel has added already.
+        # A kernel that adds a weight's gradient itself marks the weight, and the policy's hooks would lose the mark.
         assert not (self.chunks[0].config.gradient_accumulation_fusion and (policy.recompute or policy.memory))
         for chunk in self.chunks:
             policy.attach(chunk)
@@ -272,7 +272,7 @@ class Engine:
     ) -> tuple[Tensor, Tensor, tuple[Tensor, RowStatistics]]:
         """The objective, the token count that core requires, and values that `_run` sums after all microbatches.
 
-        second: hidden states of multi-token prediction, whose loss is a term of the first value only
+        second: hidden states of multi-token prediction.  Their loss is added to the first returned value only
         """
         targets, shard = Targets.of(mb, hidden.device), self._vocab_shard(chunk)
         with output_weight_in_use(chunk, until_backward=not self.config.sums_head_in_forward):
@@ -313,7 +313,7 @@ def weights_changed(engine: Engine) -> None:
 def release(engine: Engine) -> None:
     """Free the model, its optimizer and the process groups that both hold.  Collective.
 
-    Gradient hooks of parameters make reference cycles that run through C++, where Python's collector does not see them.
+    Gradient hooks of parameters make reference cycles through C++, which Python's garbage collector cannot find.
     """
     leave_groups(engine.chunks)
     for held in (*engine.chunks, engine):

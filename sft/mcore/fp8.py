@@ -20,6 +20,8 @@ _FIELDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Requirements:
+    """The versions and GPUs that an FP8 recipe needs."""
+
     te: tuple[int, int]  # first release of Transformer Engine that has the recipe
     gpu: tuple[int, int]  # first compute capability that can run the recipe
     gpu_name: str

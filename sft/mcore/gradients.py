@@ -39,7 +39,7 @@ def gradient_chunks(engine: Engine) -> Iterator[GradientChunk]:
 
 
 def chunk_of(shard: ShardedTensor) -> GradientChunk:
-    """The shard as a chunk whose name has the layer; a stack of layers loses its first axis."""
+    """The shard as a chunk of one layer's parameter.  The shard of a stack of layers loses the axis of layers."""
     name, skipped = shard.key, 0
     if layer := _LAYER.match(name):
         name = f"layer {int(layer[1]) + 1} {_LAYER.sub('', name)}"

@@ -1,11 +1,11 @@
-"""Sorts tokens by expert and back without atomic additions, where Transformer Engine's fused permutation is absent.
+"""Sorts tokens by expert and back without atomic additions, for runs without Transformer Engine's fused permutation.
 
     sort      row r of the sorted tokens is a copy of its token
-    combine   a token's output is the sum of its rows: those of its experts
+    combine   a token's output is the sum of its rows, one row for each of its experts
 
-Forward of one is backward of the other, with gradients in place of tokens.  Core sums the rows of a token by atomic
-additions on CUDA: in bf16, each sum rounded, and in any order.  Here, each token has a list of its rows, by increasing
-number of the expert, so a sum has a fixed order; it is in fp32, and is rounded once.
+The backward pass of each operation is the other operation, on gradients.  On CUDA, core sums the rows of a token by
+atomic additions in bf16: the order is random, and each addition rounds.  Here, each token has a list of its rows, by
+increasing number of the expert.  So the sum has a fixed order.  It is in fp32, and is rounded once.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,9 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
     """
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden_states [t, 1, h], routing_map bool [t, experts], probs [t, experts] -> rows [n, h], weights [n]"""
+        """Sort tokens: hidden_states [t, 1, h], routing_map bool [t, experts], probs [t, experts]
+        -> rows [n, h], weights [n].
+        """
         self.hidden_shape, self.probs, self.routing_map = hidden_states.shape, probs, routing_map
         tokens = hidden_states.view(-1, self.hidden_shape[-1])
         self.tokens_per_expert = self.preprocess(routing_map)
@@ -35,7 +37,7 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         return _Sort.apply(tokens, permutation), permutation.weights(probs)
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
-        """[n, h] -> [t, 1, h]"""
+        """Sum the rows of each token: [n, h] -> [t, 1, h]."""
         permutation = self.reversed_local_input_permutation_mapping
         output: Tensor = _Combine.apply(permutated_local_input_tokens, permutation)
         return output.view(self.hidden_shape)
@@ -43,10 +45,10 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
 
 @dataclass(frozen=True)
 class Permutation:
-    """Where the copies of t tokens are among n rows that are sorted by expert.
+    """The positions of the copies of t tokens among n rows that are sorted by expert.
 
-    rows      int64 [k, t], the rows of the token's copies, by increasing number of the expert; -1: it has fewer copies
-    elements  int64 [n], token * number of experts + expert, of each row
+    rows      int64 [k, t], the rows of each token's copies, by increasing number of the expert; -1 after the last copy
+    elements  int64 [n], for each row: token * number of experts + expert
     """
 
     rows: Tensor
@@ -55,7 +57,11 @@ class Permutation:
 
     @classmethod
     def of(cls, routing_map: Tensor, top_k: int, num_rows: int) -> "Permutation":
-        """routing_map: bool [t, experts]; num_rows: n, which the host knows"""
+        """The permutation of a microbatch.
+
+        routing_map: bool [t, experts], whether a token is sent to an expert; top_k: the most experts of a token
+        num_rows: n, the number of true elements of routing_map
+        """
         t, num_experts = routing_map.shape
         number = routing_map.T.reshape(-1).cumsum(0).view(-1, t).T  # 1 + the row of each true element
         experts = routing_map.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :top_k]
@@ -108,7 +114,7 @@ class _Sort(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """[n, h] -> [t, h].  Saves the tensor that the weights of rows save, too."""
+    """[n, h] -> [t, h].  Saves only `elements`, which `Permutation.weights` saves as well."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, permutation: Permutation) -> Tensor:

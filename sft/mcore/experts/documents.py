@@ -1,4 +1,4 @@
-"""The documents over which routers average their balancing losses, and the texts of trees."""
+"""Numbers the documents over which routers average their balancing losses, or with trees, the parts of texts."""
 
 from dataclasses import dataclass
 
@@ -32,19 +32,22 @@ class TokenDocuments:
         return self.numbers >= 0
 
     def times(self) -> Tensor:
-        """int64 [t]: in how many texts of the pack a token is; 0 for padding."""
+        """int64 [t], the number of texts of the pack that contain a token; 0 for padding."""
         if self.in_text is None:
             return self.is_real.long()
         return self.in_text.sum(0).long()[self.numbers.clamp(min=0).long()] * self.is_real
 
     def count_of(self, table: Tensor) -> Tensor:
-        """bool [t, n] -> int64 [n]: number of tokens where the table is true; each counts for each of its texts."""
+        """The number of tokens for which each column is true: bool [t, n] -> int64 [n].
+
+        A token counts once for each text that contains it.
+        """
         return table.sum(0) if self.in_text is None else (table * self.times()[:, None]).sum(0)
 
     def by_text(self, table: Tensor) -> Tensor:
-        """Sums over documents or parts, [count, n] -> sums over texts, [texts, n].
+        """Turn sums over documents or parts, [count, n], into sums over texts, [texts, n].
 
-        In float64: GPUs may round the factors of a product in fp32 to TF32.
+        The product is in float64, because GPUs may round the factors of an fp32 product to TF32.
         """
         return table if self.in_text is None else (self.in_text.double() @ table.double()).to(table.dtype)
 

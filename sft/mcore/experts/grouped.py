@@ -1,4 +1,4 @@
-"""Products of tokens with one matrix for each expert, and experts that compute layer by layer.
+"""Multiplies tokens by the matrices of their experts, and computes experts layer by layer instead of one by one.
 
 Tokens are rows sorted by expert.  torch's grouped product multiplies the rows of all experts in one kernel.  It needs
 bf16, widths that are multiples of 8, and a GPU of compute capability 9.x or 10.x.  Otherwise, a loop multiplies the
@@ -25,7 +25,7 @@ _ALIGNMENT = 8  # rows of bf16 matrices in the kernel start at multiples of 16 b
 
 @dataclass(frozen=True)
 class RowsOfExperts:
-    """Which rows belong to which expert.
+    """The division of rows, which are sorted by expert, among experts.
 
     counts: number of rows of each expert
     ends: int32 [experts], the end of each expert's rows, on the device; None: there is no kernel for this device
@@ -126,7 +126,7 @@ def with_own_activation(experts: Any, activation: Mapping[str, Any]) -> Any:
 
 
 def add_biases(output: Tensor, biases: Sequence[Tensor] | None, counts: list[int], weights: Tensor | None) -> Tensor:
-    """`output` [n, columns] with each expert's bias [columns] added to its rows; saves no output, unlike autograd.
+    """Add each expert's bias [columns] to its rows of `output` [n, columns].  Unlike autograd, it saves no output.
 
     counts: rows of each expert; weights: [n], factors on the biases; None: 1
     """
@@ -162,16 +162,19 @@ class _AddBiases(torch.autograd.Function):
 
 
 def computes_at_once(core: Any) -> bool:
-    """Whether experts that are not Transformer Engine's are faster layer by layer.  core: a TransformerConfig"""
+    """Whether one kernel can compute a layer of all experts, so that core's experts are faster layer by layer.
+
+    core: a TransformerConfig
+    """
     is_on_gpu = torch.cuda.is_available() and not core.use_cpu_initialization
     return is_on_gpu and core.bf16 and _has_kernel(torch.device("cuda"))
 
 
 def layer_by_layer(experts: Any, activation: Activation | None = None) -> Any:
-    """Core's `experts`, so that linear_fc1 and linear_fc2 are each called once for all experts, with (rows, counts).
+    """Wrap core's `experts`, so that linear_fc1 and linear_fc2 are each called once for all experts.
 
     Transformer Engine's experts are returned unchanged, because they do this already.
-    activation: None: core's SwiGLU
+    activation: the gated activation; None: core's SwiGLU
     """
     return LayerByLayer(experts, activation) if isinstance(experts, SequentialMLP) else experts
 
@@ -189,9 +192,9 @@ class LayerByLayer(torch.nn.Module):
         self.linear_fc2 = _EachExpert(expert.linear_fc2 for expert in base.local_experts)
 
     def forward(self, tokens: Tensor, counts: Tensor, weights: Tensor) -> tuple[Tensor, None]:
-        """tokens [n, h], sorted by expert; counts [experts]: tokens of each expert; weights [n] -> [n, h], None as bias
+        """The outputs of experts, and None as bias: tokens [n, h], sorted by expert -> [n, h].
 
-        weights: factor on each token's output
+        counts: [experts], number of tokens of each expert; weights: [n], factor on each token's output
         """
         rows = counts.tolist()
         gate_up, biases = self.linear_fc1(tokens, rows)
@@ -216,7 +219,7 @@ class LayerByLayer(torch.nn.Module):
 
 
 class _EachExpert(torch.nn.Module):
-    """One linear layer of every expert of this rank, in one kernel where there is one, else expert by expert.
+    """One linear layer of every expert of this rank, in one kernel if the device has it, else expert by expert.
 
     Neither core's column-parallel nor its row-parallel layer of an expert sends messages: the dispatcher does.
     """
@@ -226,9 +229,9 @@ class _EachExpert(torch.nn.Module):
         self.layers = torch.nn.ModuleList(layers)
 
     def forward(self, x: Tensor, counts: list[int]) -> tuple[Tensor, list[Tensor] | None]:
-        """x [n, in], sorted by expert -> [n, out], and the biases, which the caller adds
+        """x [n, in], sorted by expert -> [n, out], and the biases, which the caller adds; None: there are no biases.
 
-        counts: rows of each expert
+        counts: number of rows of each expert
         """
         layers: list[Any] = list(self.layers)
         output = RowsOfExperts.of(counts, x.device).times(x, [layer.weight for layer in layers])

@@ -1,4 +1,4 @@
-"""Experts that read a projection of the token to a smaller width, and whose sum is projected back (Nemotron 3 Super).
+"""Implements experts that read a narrow projection of the token; their sum is projected back (Nemotron 3 Super).
 
     output = back(sum over chosen experts of weight * expert(down(h))) + shared expert(h)       h: the layer's input
 
@@ -18,7 +18,10 @@ from sft.mcore.modules.duplicated_linear import DuplicatedLinear
 
 
 class LatentExperts(ExpertLayer):
-    """latent_size: width of the tokens that experts read and write; the other arguments are those of ExpertLayer"""
+    """A layer of experts with both projections.
+
+    latent_size: width of the tokens that experts read and write; the other arguments are those of ExpertLayer
+    """
 
     def __init__(self, *args: Any, latent_size: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -36,8 +39,8 @@ class LatentExperts(ExpertLayer):
 def with_latent_size(experts: Any, latent_size: int) -> Any:
     """Core's spec of experts -> a spec of experts of this width.
 
-    Core reads the width of experts from its config.  The layer's own config must not have it: core would build
-    projections that need Transformer Engine.
+    Core reads the width of experts from its config.  Only the config of the experts gets the width.  If the config of
+    the layer had it, core would build projections that need Transformer Engine.
     """
     return _narrowed(experts, experts.module if isinstance(experts, ModuleSpec) else experts.func, latent_size)
 

@@ -1,4 +1,4 @@
-"""The mixture of experts: sends tokens to the experts that the router chose, and computes the outputs.
+"""Implements the layer of experts: sends tokens to the experts that the router chose, and computes the outputs.
 
 megatron-core sends tokens to experts and back, and computes the experts.  `router.py` chooses the experts.  This module
 passes the document of each token to the router, and decides what backward recomputes.
@@ -119,11 +119,12 @@ class ExpertLayer(MoELayer):
 
 
 def skip_weights_of_zero(dispatcher: MoEFlexTokenDispatcher) -> None:
-    """Send no token to an expert of which it has weight 0.  Call this function before each dispatch with DeepEP.
+    """Send no token to an expert for which it has weight 0.  Call this function before each dispatch with DeepEP.
 
-    Core ignores the choices of the router and takes the experts with the top_k largest weights.  The weights of padding
-    are all 0, so all padding would go to the same experts.  DeepEP does not send a token to an index of -1, as core's
-    own capacity does it, and returns 0 for a token that no expert gets.
+    For DeepEP, core ignores the choices of the router and takes the experts with the top_k largest weights.  The
+    weights of padding are all 0, so all padding would go to the same experts.  This function replaces the index of such
+    an expert by -1, as core does for dropped choices.  DeepEP sends nothing to -1, and returns 0 for a token that goes
+    to no expert.
     """
     manager: Any = dispatcher._comm_manager
     manager.token_indices = manager.token_indices.masked_fill(manager.token_probs == 0, -1)

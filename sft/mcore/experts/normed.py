@@ -1,4 +1,4 @@
-"""A mixture of experts whose output is added to that of a dense MLP, both between norms (Gemma 4).
+"""Implements experts whose output is added to the output of a dense MLP, both between norms (Gemma 4).
 
     output = norm1(mlp(norm2(h))) + norm3(experts(norm4(h), router(h)))        h: the residual stream, not normed
     logit of an expert = its row of the router's weight . (input_scale * unscaled norm(h) / sqrt(width of h))

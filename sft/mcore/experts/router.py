@@ -1,4 +1,4 @@
-"""Routers: which experts a token goes to and with which weights, the losses that balance the load, and its statistics.
+"""Implements routers: they choose the experts and weights of a token, balance the load by losses, and count it.
 
 With softmax scores, megatron-core's function chooses the experts.  With sigmoid scores, this module chooses them, with
 a correction bias and groups (DeepSeek-V3, arXiv:2412.19437):
@@ -77,9 +77,10 @@ class Router(TopKRouter):
         return self
 
     def forward(self, input: Tensor, documents: TokenDocuments) -> tuple[Tensor, Tensor]:
-        """input [t, 1, h] of this rank's tokens -> weights [t, experts], and bool [t, experts]: where tokens are sent.
+        """Route this rank's tokens: input [t, 1, h] -> weights [t, experts], and bool [t, experts].
 
-        An expert that a token has not chosen has weight 0.
+        The second result says which tokens are sent to which experts.  An expert that a token has not chosen has weight
+        0.
         """
         logits = self._logits(input.view(-1, input.shape[-1]))
         routing = self._scaled(Routing.of(logits, self._moe, self.expert_bias))
@@ -99,7 +100,7 @@ class Router(TopKRouter):
         return weights, sent
 
     def _logits(self, tokens: Tensor, weight: Tensor | None = None) -> Tensor:
-        """[t, h] -> [t, experts].  weight: used in place of the router's weight; None: the router's weight"""
+        """The scores before softmax or sigmoid: [t, h] -> [t, experts].  weight: None: the router's own weight"""
         logits: Tensor = _Logits.apply(tokens, self.weight if weight is None else weight, self.bias)
         return logits
 
@@ -147,7 +148,11 @@ class Router(TopKRouter):
 
 @dataclass(frozen=True)
 class Routing:
-    """Weights of t tokens, [t, experts], 0 for experts that are not chosen; and the choices, bool [t, experts]."""
+    """The routing of t tokens.
+
+    weights  [t, experts], 0 for experts that are not chosen
+    chosen   bool [t, experts]
+    """
 
     weights: Tensor
     chosen: Tensor
@@ -174,7 +179,7 @@ class Routing:
 
 
 def _by_scores(logits: Tensor, moe: MoeConfig, bias: Tensor | None) -> Routing:
-    """The choice by scores plus `bias`; the weights are the scores of the chosen experts.
+    """Choose the experts with the largest scores plus `bias`.  The weights are the scores of the chosen experts.
 
     Scores 0.6, 0.5, 0.2, bias 0, 0, 0.4, top_k 2 -> weights 0.75, 0, 0.25; without normalize_top_k 0.6, 0, 0.2"""
     scores = logits.sigmoid() if moe.score_function == "sigmoid" else logits.softmax(-1)
@@ -230,8 +235,8 @@ class _Logits(torch.autograd.Function):
 class _SumOfRows(torch.autograd.Function):
     """numbers [t, experts] -> float64 [rows, experts]: row i is the sum of the rows whose `index` [t] is i.
 
-    index_add adds the tokens of a document one after another.  In fp32, the sum over 131,072 tokens would have an error
-    of 2e-5, and the sum over a million tokens an error of 9e-4.
+    index_add adds the tokens of a document one after another.  In fp32, the sum over 131,072 tokens would have a
+    relative error of 2e-5, and the sum over a million tokens a relative error of 9e-4.
     """
 
     @staticmethod

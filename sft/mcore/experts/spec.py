@@ -1,4 +1,4 @@
-"""The spec of the second half of a layer with experts: core's spec, with this trainer's router and experts."""
+"""Makes the spec of a layer with experts from core's spec: with this trainer's router and experts."""
 
 from dataclasses import replace
 from functools import partial

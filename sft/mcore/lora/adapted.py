@@ -1,4 +1,4 @@
-"""LoRA: trains two small factors beside each frozen weight (Hu et al., 2021, arXiv:2106.09685).
+"""Implements LoRA: trains two small factors beside each frozen weight (Hu et al., 2021, arXiv:2106.09685).
 
     output = W x + scale * B (A x)        W [out, in] frozen, A [rank, in], B [out, rank]
 
@@ -62,17 +62,17 @@ class Factors(torch.nn.Module):
             self._mark(factor, base, is_split=not split.by_columns, axis=len(stack))
 
     def _mark(self, factor: Any, base: Any, *, is_split: bool, axis: int) -> None:
-        """Set the attributes by which core decides over which ranks to sum the factor's gradient, and which ranks count
-        it in the gradient norm.
+        """Set the attributes that core reads to sum the factor's gradient over ranks, and to count it once in the norm.
 
-        axis: the axis that is split, if `is_split`
+        base: the frozen weight; is_split: whether tp or etp splits the factor; axis: the axis that is split
         """
         split, is_dense = self.split, getattr(base, "allreduce", True)
         factor.allreduce = is_dense
         is_split = is_split and not split.is_duplicated
-        factor.sequence_parallel = split.sequence_parallel and not is_split  # each rank has seen its own tokens only
+        # A factor that is not split has on each rank only the gradient of this rank's tokens.
+        factor.sequence_parallel = split.sequence_parallel and not is_split
         if is_dense:
-            is_counted = is_split and split.size > 1  # otherwise core counts it on the first rank of tp
+            is_counted = is_split and split.size > 1  # core counts any other dense factor on the first rank of tp
         else:
             is_counted = is_split or split.group.rank() == 0
         if is_counted:
@@ -125,7 +125,7 @@ class Factors(torch.nn.Module):
 
 
 class Adapted(torch.nn.Module):
-    """A frozen layer of core with its adapters; takes the layer's place in the model."""
+    """A frozen layer of core with its adapters.  It replaces the layer in the model."""
 
     def __init__(self, base: Any, weight: AdaptedWeight, split: Split, lora: LoraConfig) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Adapted(torch.nn.Module):
         self.output_slices = self._output_slices()
 
     def _output_slices(self) -> tuple[OutputSlice, ...]:
-        """Where the products of the factors' parts belong: in a layer's output, each group has rows of all parts."""
+        """The rows of the output to which each part of the factors is added.  Each group has rows of all parts."""
         ranks = 1 if self.split.by_columns else self.split.size
         groups = max(1, self.weight.num_groups // ranks) if len(self.weight.part_rows) > 1 else 1
         ends = list(accumulate(rows // ranks // groups for rows in self.weight.part_rows))
@@ -149,12 +149,14 @@ class Adapted(torch.nn.Module):
         )
 
     def output_rows(self, x: Tensor, rows: slice) -> Tensor:
-        """The given rows of the output, without bias: [k, 1, rows].  x: [k, 1, in], the same k tokens on every tp rank
+        """The given rows of the output, without bias: x [k, 1, in] -> [k, 1, rows].
 
-        Only for a column-parallel weight that is one Linear.  The gradient of x comes from this rank's rows alone.
+        x has the same k tokens on every tp rank.  The weight must be column-parallel and belong to one Linear.  The
+        gradient of x is that through this rank's rows.
         """
         (factors,) = self.factors
-        a = factors.a if self.split.sequence_parallel else self.split.summing_gradients(factors.a)  # or core sums it
+        # With sequence parallelism, core sums the gradient of A over ranks.
+        a = factors.a if self.split.sequence_parallel else self.split.summing_gradients(factors.a)
         x, inner = projected(x, a)
         output = torch.nn.functional.linear(x, self.base.weight[rows])
         return added(output, inner, [factors.b[0][rows]], [OutputSlice(slice(None), 1, slice(None))], self.scale)
@@ -165,6 +167,8 @@ class Adapted(torch.nn.Module):
 
 
 class AdaptedLinear(Adapted):
+    """A frozen linear layer outside of experts, with its adapters."""
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """x [t, 1, in] -> [t, 1, out] and the layer's bias, as the layer itself returns them."""
         x, inner = projected(x, torch.cat([factors.a for factors in self.factors]))
@@ -181,7 +185,7 @@ class AdaptedExperts(Adapted):
     """
 
     def forward(self, x: Tensor, counts: list[int], *weights: Tensor) -> tuple[Tensor, Tensor | None]:
-        """x [n, in], sorted by expert; counts: rows of each expert -> [n, out], and None as bias"""
+        """x [n, in], sorted by expert -> [n, out], and the bias of the layer.  counts: number of rows of each expert"""
         output, bias = self.base(x, counts, *weights)
         by_columns, rows, slices = self.split.by_columns, RowsOfExperts.of(counts, x.device), iter(self.output_slices)
         for factors in self.factors:
@@ -229,7 +233,7 @@ def _split(core: TransformerConfig, weight: AdaptedWeight, groups: ProcessGroups
 
 
 def factors_of(chunks: Iterable[torch.nn.Module]) -> Iterator[Factors]:
-    """The adapters of this rank."""
+    """Yield the factors of all adapters on this rank."""
     for chunk in chunks:
         yield from (module for module in chunk.modules() if isinstance(module, Factors))
 

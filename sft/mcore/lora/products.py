@@ -1,12 +1,11 @@
-"""Products of adapters with tokens.  They are added to what the frozen layer has computed, in the same memory.
+"""Multiplies tokens by adapters, and adds the products to the output of the frozen layer, in the same memory.
 
     x, inner = projected(x, a)       inner = A x; backward adds the adapters' gradient of x into the layer's gradient
     output   = added(output, ...)    output += scale * (B inner), each part into its own rows
 
-So no pass over the output joins the parts or adds them, and no second tensor has the width of the output.  The output
-and the gradient must be tensors that nobody has saved: a linear layer's backward needs neither its output nor the
-gradient that it returns.  If a layer did save its output, autograd would raise an error, because `added` changes the
-version of the tensor.
+So there is no separate pass that joins or adds the parts, and no second tensor as wide as the output.  No backward pass
+may need the old values of the output and of the gradient.  A linear layer needs neither.  If a layer saved its output,
+autograd would raise an error, because `added` changes the version of the tensor.
 """
 
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from torch import Tensor
 
 
 class OutputSlice(NamedTuple):
-    """Where the product of one part of a factor B belongs.
+    """The rows of a layer's output to which the product of one part of a factor B is added.
 
     columns  columns of `inner` that the product takes
     groups   number of equal groups of the output's rows; each group has rows of the part
@@ -34,7 +33,11 @@ class OutputSlice(NamedTuple):
 
 
 def projected(x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., in] and a [rank, in] -> x, for the frozen layer alone, and inner [..., rank]."""
+    """Multiply x [..., in] by a [rank, in] -> x and inner [..., rank].
+
+    Give the returned x to the frozen layer only: backward adds the gradient of x through `inner` to the layer's
+    gradient in place.
+    """
     if not x.requires_grad:
         return x, x @ a.t()
     through, inner = _Projected.apply(x, a)

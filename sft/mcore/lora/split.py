@@ -1,4 +1,4 @@
-"""How a layer and its adapters are split over ranks, and the collectives that adapters need."""
+"""Describes how a layer and its adapters are split over ranks, and runs the collectives that adapters need."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ _gather: Callable[..., Tensor] = gather_from_sequence_parallel_region  # backwar
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """How a layer is split over the ranks of `group`, tp or etp.
+    """The split of a layer over the ranks of `group`, which is tp or etp.
 
     by_columns         True: ranks hold columns of the weight (row parallel); False: rows (column parallel)
     sequence_parallel  whether ranks hold different tokens between layers
-    replica            this rank among the ranks that hold the same part of the weight
+    replica            the number of this rank among the ranks that hold the same part of the weight
     is_duplicated      True: every rank holds the whole weight and both factors, and computes the layer for its tokens
     experts            indices of this rank's experts; empty for a layer outside of experts
     """
@@ -46,7 +46,10 @@ class Split:
         return 0 if self.is_duplicated else self.group.rank()
 
     def for_outputs(self, inner: Tensor) -> Tensor:
-        """inner [..., rank]: this rank's A x -> A x of the whole A, for the tokens of the layer's output"""
+        """Complete A x: from this rank's part of A and its tokens, to the whole A and the tokens of the output.
+
+        inner: [..., rank], the product of this rank's part of A and its tokens
+        """
         if self.size == 1:
             return inner
         if self.by_columns:

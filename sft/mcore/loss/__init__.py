@@ -1,4 +1,4 @@
-"""The loss head: hidden states -> the objective, summed over the supervised tokens on this rank.
+"""Computes the objective from hidden states, summed over the supervised tokens on this rank: the loss head.
 
     fused    never holds all logits: computes the scores of supervised tokens chunk by chunk, and their gradients in the
              forward pass (3 GEMMs, not 4)

@@ -22,7 +22,7 @@ def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: 
 
 
 def row_statistics(logits: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> RowStatistics:
-    """`token_statistics` from logits [t, rows of this shard], which stay unchanged."""
+    """Like `token_statistics`, from logits [t, rows of this shard], which stay unchanged."""
     return RowStatistics._make(_RowStatistics.apply(logits, shard, targets, loss))
 
 

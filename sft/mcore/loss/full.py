@@ -1,4 +1,4 @@
-"""The reference loss: computes all logits at once, with megatron-core's vocab-parallel cross-entropy and autograd."""
+"""Computes the reference loss: all logits at once, with megatron-core's vocab-parallel cross-entropy and autograd."""
 
 import torch
 import torch.distributed as dist
@@ -40,13 +40,14 @@ def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: 
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """logits [n, rows of this shard], which are overwritten, labels [n] -> -log p(label), [n]"""
+    """-log p(label) of each row, [n].  logits [n, rows of this shard] are overwritten; labels: [n]"""
     nll: Tensor = tensor_parallel.vocab_parallel_cross_entropy(logits.unsqueeze(1), labels.unsqueeze(1))
     return nll.squeeze(1)
 
 
 def _scores_of(logits: Tensor, rows: Tensor, labels: Tensor, shard: VocabShard) -> Tensor:
-    """logits [n, rows of this shard] -> the score of a label in each of these rows, [m].  rows, labels: int64 [m]"""
+    """The score of the label labels[i] in row rows[i] of logits [n, rows of this shard]: [m].  rows, labels: int64 [m]
+    """
     local = labels - shard.first
     is_local = (local >= 0) & (local < shard.num_real)
     own = logits[rows, local.clamp(0, logits.shape[1] - 1)]

@@ -1,4 +1,4 @@
-"""The loss of multi-token prediction, a term of the objective.
+"""Computes the loss of multi-token prediction, a term of the objective.
 
     objective = lm loss + train.mtp_loss_weight * mean of -log p over the predicted tokens of the global batch
 
@@ -37,15 +37,15 @@ class MtpLoss:
     def set_scale(self, denominator: float, num_predicted: float) -> None:
         """Set the scale of the term for the next step.
 
-        denominator: of the global batch; the engine divides the gradients of the whole objective by this number
+        denominator: denominator of the global batch, by which the engine divides the gradients of the whole objective
         num_predicted: number of predicted tokens of the global batch
         """
         self._scale = self._weight * denominator / max(1.0, num_predicted)
 
     def term(self, hidden: Tensor, shard: VocabShard, microbatch: Microbatch) -> Tensor:
-        """The term of the objective for one microbatch.  hidden: the block's hidden states for this rank's tokens
+        """The term of the objective for one microbatch.
 
-        The shapes are those of `lm_loss`.
+        hidden: the block's hidden states for this rank's tokens, with the shape of `hidden` in `lm_loss`
         """
         rows = microbatch.second_mask.flatten().nonzero().squeeze(-1)
         targets = Targets(

@@ -1,4 +1,4 @@
-"""The objective: which tokens enter it, their weights, the loss of a token, and the gradient with respect to scores.
+"""Defines the objective: its tokens and their weights, the loss of a token, and the gradient with respect to scores.
 
     loss of a token = weight * (-log p(label) + z_loss_coef * lse^2 - entropy_coef * entropy)
 
@@ -20,7 +20,7 @@ from sft.mcore.loss.vocab_parallel import accumulation_dtype
 
 
 class FurtherTargets(NamedTuple):
-    """Targets of tokens that have one already, because several branches follow them (`sft.batch.BranchTargets`).
+    """Additional targets of tokens that several branches follow (`sft.batch.BranchTargets`).
 
     tokens   int64 [m] on the CPU, not decreasing: each target's token, as an index in `Targets.rows`
     labels   int64 [m]
@@ -32,7 +32,7 @@ class FurtherTargets(NamedTuple):
     weights: Tensor
 
     def within(self, part: slice) -> slice:
-        """The targets of the tokens `part`: tokens 0 0 4 7, part 4:8 -> 2:4"""
+        """The slice of the targets whose tokens are in `part`: tokens 0 0 4 7, part 4:8 -> 2:4"""
         return slice(*torch.searchsorted(self.tokens, torch.tensor([part.start, part.stop])).tolist())
 
     def __len__(self) -> int:
@@ -67,7 +67,7 @@ class Targets:
 
     @property
     def all_weights(self) -> Tensor:
-        """float32 [n + m]: the weights of the first targets of all tokens, then those of further targets."""
+        """float32 [n + m]: the weights of the first targets of all tokens, then the weights of further targets."""
         return self.weights if self.further is None else torch.cat((self.weights, self.further.weights))
 
 
@@ -102,15 +102,17 @@ class RowStatistics(NamedTuple):
                 target[part] = source
 
     def by_text(self, counts: np.ndarray) -> "RowStatistics":
-        """Copies on the CPU with each target repeated as often as texts supervise it.  counts: int64 [n]
+        """Copies on the CPU, where each target is repeated once for each text that supervises it.
 
         The result has no `lse`: each column that is copied to the CPU makes the host wait for the GPU once more.
+
+        counts: int64 [n], the number of texts that supervise each target
         """
         repeats = torch.from_numpy(counts)
         return self._replace(lse=None).map(lambda column: column.cpu().repeat_interleave(repeats))
 
     def followed_by(self, rows: "RowStatistics") -> "RowStatistics":
-        """The statistics of these targets, and then of others."""
+        """The statistics of these targets, followed by `rows`, the statistics of other targets."""
         columns = zip(self, rows)
         return RowStatistics._make(a if a is None or b is None else torch.cat((a, b)) for a, b in columns)
 
@@ -133,9 +135,9 @@ class GradientCoefficients(NamedTuple):
     label: Tensor
 
     def with_further(self, index: Tensor, further: "GradientCoefficients") -> "GradientCoefficients":
-        """The coefficients of tokens that also have further targets.  `label` remains that of the first target.
+        """The coefficients of tokens with the sums over their further targets.  `label` stays that of the first target.
 
-        index: int64 [m], the token of each further target
+        index: int64 [m], the token of each further target; further: the coefficients of these targets, [m]
         """
         entropy = self.entropy
         if entropy is not None and further.entropy is not None:

@@ -27,8 +27,10 @@ _BLOCK_BYTES = {"cpu": 1 << 19, "cuda": 1 << 26}
 
 
 def statistics(scores: Tensor, labels: Tensor, shard: VocabShard, *, entropy: bool) -> RowStatistics:
-    """scores [n, rows of this shard], labels int64 [n] -> statistics over the whole vocabulary.  Collective over tp:
-    one all-gather of 3 floats per row, or 4 with entropy."""
+    """The statistics of each row over the whole vocabulary.  scores: [n, rows of this shard]; labels: int64 [n]
+
+    Collective over tp: one all-gather of 3 floats per row, or 4 with entropy.
+    """
     sums_of, _ = _passes(scores.is_cuda)
     local_sums: Tensor = sums_of(scores, labels - shard.first, shard.num_real, entropy, shard.softcap)
     if shard.group.size() == 1:
@@ -79,16 +81,17 @@ def correct_labels(
     *,
     out: Tensor,
 ) -> None:
-    """Write the gradient with respect to the scores of further labels to `out`, in which `gradient` has written the
-    gradient of scores that are no label.
+    """Correct the gradient with respect to the scores of further labels in `out`, the result of `gradient`.
 
-    index, labels: int64 [m], the row and the label of each target; rows: [m], statistics of these targets
-    coefficients: [m], those of the rows, but with the `label` of these targets
+    `gradient` knows only the first label of each row.
+
+    index, labels: int64 [m], the row and the label of each further target; rows: [m], statistics of these targets
+    coefficients: [m], the coefficients of the rows, with the `label` of these targets
     """
     assert rows.lse is not None
     own, column = _own(labels - shard.first, shard.num_real)
     exact = _label_gradient(rows.logprob, rows.lse, coefficients, shard.softcap)
-    # Added, because labels of other shards have the column of an own label here.
+    # Labels of other shards are clamped to a valid column here.  They must add 0 to it, not overwrite it.
     change = torch.where(own, exact - out[index, column], 0.0).to(out.dtype)
     out.index_put_((index, column), change, accumulate=True)
 
@@ -105,10 +108,11 @@ def _passes(is_cuda: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def row_sums(scores: Tensor, local: Tensor, num_real: int, entropy: bool, softcap: float | None = None) -> Tensor:
-    """scores z [n, columns] -> sums [3, n], or [4, n] with `entropy`, over this shard's real columns.
+    """Sums over this shard's real columns: scores z [n, columns] -> [3, n], or [4, n] with `entropy`.
 
-    They are: the largest score m; the sum of exp(z - m); the label's score, or 0 if the label is in another shard; and
-    the sum of exp(z - m) (z - m).
+    The rows of the result are the largest score m, the sum of exp(z - m), the label's score (0 if the label is in
+    another shard), and with `entropy` the sum of exp(z - m) (z - m).
+
     local: the labels relative to the first row of this shard
     """
     sums = scores.new_zeros((4 if entropy else 3, scores.shape[0]), dtype=accumulation_dtype(scores.dtype))
@@ -148,6 +152,10 @@ def score_gradient(
     out: Tensor,
     softcap: float | None = None,
 ) -> None:
+    """Write the gradient with respect to the scores of this shard to `out` [n, columns].
+
+    local: the labels relative to the first row of this shard; num_real: number of real columns; logprob, lse: [n]
+    """
     out[:, num_real:] = 0.0
     if num_real == 0:
         return
@@ -209,5 +217,5 @@ def blocks(x: Tensor) -> Iterator[slice]:
 
 
 def slices(count: int, size: int) -> Iterator[slice]:
-    """count 5, size 2 -> 0:2, 2:4, 4:5"""
+    """Consecutive slices of `size` rows, the last one shorter: count 5, size 2 -> 0:2, 2:4, 4:5"""
     return (slice(start, min(start + size, count)) for start in range(0, count, size))

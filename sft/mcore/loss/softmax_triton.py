@@ -1,4 +1,4 @@
-"""The two passes of `softmax.py` in Triton for CUDA.  Each row has one program, which reads the row once.
+"""Implements the two passes of `softmax.py` in Triton for CUDA.  Each row has one program, which reads the row once.
 
 `row_sums` keeps a running maximum, and rescales its sums when the maximum grows.  `score_gradient` may overwrite the
 scores, because the same program reads and writes an element.  A kernel gets a soft cap of 0 if there is none.
@@ -169,8 +169,10 @@ def _score_gradient(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _tanh(x):  # type: ignore[no-untyped-def]
-    """tanh(x).  For |x| < 0.1 it is a Taylor series, because 1 - exp(-2 |x|) would lose digits.  The first term that is
-    left out is 1e-12 of x at 0.1."""
+    """tanh(x).  For |x| < 0.1 it is a Taylor series, because 1 - exp(-2 |x|) would lose digits.
+
+    At x = 0.1, the first omitted term is 1e-12 times x.
+    """
     size = tl.abs(x)
     power = tl.exp(-2.0 * size)
     far = tl.where(x < 0.0, -1.0, 1.0) * (1.0 - power) / (1.0 + power)

@@ -1,4 +1,4 @@
-"""Splits the vocabulary over tensor-parallel ranks, and has the collectives of the loss head."""
+"""Splits the vocabulary over tensor-parallel ranks, and runs the collectives of the loss head."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -49,8 +49,8 @@ class VocabShard:
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Scores [t, rows of this shard] of all t tokens, with autograd and without the soft cap.
 
-        A frozen weight gets no gradient.  Zeros replace the hidden states of tokens that are not in `rows`.  Such a
-        hidden state may be NaN; the gradient of the weight would multiply it by 0, and NaN * 0 is NaN.
+        A frozen weight gets no gradient.  Zeros replace the hidden states of tokens that are not in `rows`, because
+        such a hidden state may be NaN.  The gradient of the weight would multiply it by 0, and NaN * 0 is NaN.
         """
         if self.sequence_parallel:
             whole = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=self.group)
@@ -77,13 +77,13 @@ class VocabShard:
             dist.all_reduce(partial, op=op, group=self.group)
 
     def reduce_scatter(self, partial: Tensor) -> Tensor:
-        """[t, h] of each rank -> [t / tp, h], this rank's slice of the sum."""
+        """The sum of `partial` [t, h] over tp, split by tokens: this rank's slice, [t / tp, h]."""
         local = partial.new_empty((partial.shape[0] // self.group.size(), partial.shape[1]))
         dist.reduce_scatter_tensor(local, partial, group=self.group)
         return local
 
     def all_gather(self, local: Tensor) -> Tensor:
-        """[k, n] of each rank -> [tp, k, n]"""
+        """The tensors `local` [k, n] of all tp ranks, [tp, k, n]."""
         gathered = local.new_empty((self.group.size() * local.shape[0], local.shape[1]))
         dist.all_gather_into_tensor(gathered, local, group=self.group)
         return gathered.view(self.group.size(), *local.shape)

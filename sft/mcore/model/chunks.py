@@ -39,9 +39,12 @@ def build(
     trained: Trained = Trained(),
     trains: bool = True,
 ) -> list[Any]:
-    """The model chunks of this rank, each in a DistributedDataParallel or a ShardedModel; weights have no values.
+    """The model chunks of this rank, one for each virtual stage, without values of weights.
 
-    There is one chunk per virtual stage.  trains: False freezes all weights, so core allocates no buffers for gradients
+    Each chunk is wrapped in a DistributedDataParallel, or with parallel.shard in a ShardedModel.
+
+    vocab_size: rows of the embedding without padding
+    trains: False freezes all weights, so core allocates no buffers for gradients
     """
     core = transformer_config(config, layout, groups.device.type, backend)
     chunks = [_build_chunk(config, layout, groups, core, backend, vocab_size, i) for i in range(layout.virtual_stages)]

@@ -21,8 +21,8 @@ from sft.parallel.layout import Layout
 
 # torch compiles the fused functions that Transformer Engine lacks.  With TORCHDYNAMO_DISABLE=1 they run uncompiled.
 _CUDA_TRANSFORMER_FIELDS = dict(bias_activation_fusion=True)
-# For an Activation.  Core passes gate and up together only to an activation of Transformer Engine.  With these
-# fields core builds one, and the layer spec names our class for it.
+# Fields for layers with our `Activation`.  Core passes gate and up together only to an activation of Transformer
+# Engine.  With these fields core builds such an activation, and the layer spec names our class for it.
 _OWN_ACTIVATION = dict(bias_activation_fusion=False, use_te_activation_func=True)
 # Core recomputes whole layers.  `layer.py` recomputes only the second half of a layer.
 _FULL_RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
@@ -87,7 +87,7 @@ def transformer_config(
 
 
 def _leave_without_value(weight: Tensor) -> None:
-    """Fill a matrix with NaN, which stays until the matrix is loaded or drawn.  Core calls this to initialise it."""
+    """Fill a matrix with NaN, until its values are loaded or drawn.  Core calls this function to initialise weights."""
     torch.nn.init.constant_(weight, math.nan)
 
 
@@ -104,8 +104,10 @@ def fuses_gradients(train: TrainConfig, backend: AttentionBackend) -> bool:
 
 
 def _dispatcher_fields(parallel: ParallelConfig, device_type: str) -> dict[str, Any]:
-    """Fields for the dispatcher, which sends tokens to experts; also needed without experts, because core refuses its
-    default dispatcher with variable_seq_lengths.  Raises ConfigError if deepep cannot run here."""
+    """Fields for the dispatcher, which sends tokens to experts.  Raises ConfigError if deepep cannot run here.
+
+    A model without experts needs the fields, too: core refuses its default dispatcher with variable_seq_lengths.
+    """
     if parallel.ep_comm == "alltoall":
         return dict(moe_token_dispatcher_type="alltoall")
     if device_type != "cuda" or importlib.util.find_spec("deep_ep") is None:

@@ -1,14 +1,16 @@
-"""Gated DeltaNet (Yang et al., 2024, arXiv:2412.06464) and Kimi Delta Attention (arXiv:2510.26692): the module that
-replaces attention in a layer.
+"""Implements Gated DeltaNet and Kimi Delta Attention, which replace attention in a layer.
+
+Sources: Yang et al., 2024, arXiv:2412.06464, and Kimi Linear, arXiv:2510.26692.
 
     q, k, v, z, b, a = projections of the hidden state      q, k, v = silu(causal convolution of q, k, v)
     g = -exp(A_log) * softplus(a + dt_bias)                 beta = beta_factor * sigmoid(b)
     output = projection of (norm(gated delta rule of q, k, v, g, beta) * gate(z))
 
-The gate is silu, and in Kimi Delta Attention a sigmoid; there a is as wide as k.  With linear_attention.low_rank, z and
-a are products of two matrices; every tensor-parallel rank has the whole of the first one.
+The gate is silu.  In Kimi Delta Attention the gate is a sigmoid, and a is as wide as k.  With
+linear_attention.low_rank, two matrices one after the other compute z, and two others a.  Every tensor-parallel rank has
+the whole of the first matrix.
 
-Tensor-parallel ranks divide key heads among them; a rank also has the value heads that its key heads serve.
+Tensor-parallel ranks divide the key heads among themselves.  A rank also has the value heads that its key heads serve.
 
 In sft/mcore/linear_attention:
 
@@ -33,7 +35,7 @@ from sft.mcore.modules.duplicated_linear import DuplicatedLinear
 
 
 def megatron_arguments(model: ModelConfig) -> dict[str, Any]:
-    """Megatron-LM has no arguments for decays of channels."""
+    """The arguments of Megatron-LM that describe the layers; {} for decays of channels, which it does not have."""
     linear = model.linear_attention
     if not linear.layers or linear.has_channel_decay:
         return {}
@@ -49,6 +51,8 @@ def megatron_arguments(model: ModelConfig) -> dict[str, Any]:
 
 
 class GatedDeltaNet(RecurrentLayer):
+    """The mixer of a layer with the gated delta rule."""
+
     kind = "linear attention"
     parts = {
         "in_proj.weight": ("query", "key", "value", "z", "beta", "alpha"),

@@ -1,4 +1,4 @@
-"""A GPTModel that returns hidden states.  With multi-token prediction, it also returns the block's hidden states.
+"""Implements a GPTModel that returns hidden states, with multi-token prediction also the hidden states of the block.
 
 With multi-token prediction and pipeline parallelism, the last stage needs the input embedding.  In a model with tied
 embeddings this is its output weight; otherwise the stage has a copy.  Both copies get the sum of their gradients, so
@@ -113,7 +113,7 @@ class HiddenStatesGPT(GPTModel):
         return hidden_states / self._logits_scaling if scales else hidden_states
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """The embedding of `tokens` with the model's factor.  Forward hooks on the embedding are not called."""
+        """The embedding of `tokens` with the norm and factor.  Forward hooks on the embedding aren't called."""
         is_joint, is_copy = self._mtp_mode == "joint", self._has_copies
         with torch.set_grad_enabled(torch.is_grad_enabled() and (is_joint or is_copy)):
             embedded: Tensor = self._changed(self.embedding.forward(tokens, None))
@@ -153,7 +153,7 @@ class HiddenStatesGPT(GPTModel):
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """Returns its input; its gradient is zeros.  So the embedding's copy has a gradient, as core expects."""
+    """Returns its input.  Backward returns zeros, so that the copy of the embedding has a gradient, as core expects."""
 
     @staticmethod
     def forward(ctx: Any, through: Tensor) -> Tensor:

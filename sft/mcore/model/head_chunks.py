@@ -1,16 +1,16 @@
-"""Projections and softmax attention of one chunk of heads at a time, forward and backward (train.head_chunks).
+"""Computes projections and softmax attention for one chunk of heads at a time (train.head_chunks).
 
 A chunk is some of a rank's key heads, with the query heads that use them:
 
     queries, keys, values = rotation(norms(rows of linear_qkv x normed input))
     columns of the output = attention(queries, keys, values)
 
-Autograd saves the normed input, the output of all heads, and its log-sum-exp.  Backward projects a chunk again.  So the
-queries, keys and values of all heads of a rank's tokens never exist at once, nor do their gradients; the normed input,
-the output, and the gradients of these two do.  UPipe (arXiv:2602.21196) published the idea for all-to-alls.
+Autograd saves the normed input, the output of all heads, and its log-sum-exp.  Backward projects a chunk again.  So
+queries, keys, values and their gradients exist for one chunk at a time.  Only the normed input, the output, and the
+gradients of these two exist for all heads.  UPipe (arXiv:2602.21196) published the idea for all-to-alls.
 
-A chunk owns rows of linear_qkv, so the gradient of the weight is computed once, by rows, and autograd gets it whole.
-The sum of the chunks' gradients of the normed input is rounded to its dtype after each chunk.
+Each chunk has its own rows of linear_qkv, and writes its rows of the weight's gradient.  Autograd gets the whole
+gradient.  The gradient of the normed input is a sum over chunks, which is rounded to its dtype after each chunk.
 """
 
 import copy
@@ -45,14 +45,20 @@ def with_head_chunks(spec: ModuleSpec, num_chunks: int) -> ModuleSpec:
 
 
 class HeadChunks:
-    """Overrides the forward pass of core's SelfAttention or of a subclass.  num_chunks divides a rank's key heads."""
+    """Overrides the forward pass of core's SelfAttention or of a subclass.
+
+    num_chunks: number of chunks; it must divide the number of key heads of a rank
+    """
 
     num_chunks: int
 
     def forward(
         self: Any, hidden_states: Tensor, attention_mask: None, *, packed_seq_params: PackedDocuments, **unused: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden_states [t, 1, h], normed -> [t, 1, h], and the bias of linear_proj, which its caller adds"""
+        """The output of attention: hidden_states [t, 1, h], normed -> [t, 1, h].
+
+        Also returns the bias of linear_proj, which the caller adds.
+        """
         linear, inputs, adapters = self.linear_qkv, {"hidden": hidden_states}, None
         if isinstance(linear, Adapted):
             hidden, inner = projected(hidden_states, torch.cat([factors.a for factors in linear.factors]))
@@ -87,9 +93,9 @@ class HeadChunks:
         return projection
 
     def _heads_of_chunk(self: Any) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
-        """A function that makes queries, keys and values of what linear_qkv gives for a chunk, with the norms of heads.
+        """A function that makes queries, keys and values of a chunk from its rows of linear_qkv's output, with norms.
 
-        Core's method does it, in a copy of this module that has the heads of a chunk.
+        It is core's method, bound to a copy of this module that has the heads of one chunk.
         """
         part = copy.copy(self)
         part.__dict__["_modules"] = {**self._modules, "linear_qkv": _ChunkProjection()}
@@ -100,7 +106,7 @@ class HeadChunks:
 
 
 class _ChunkProjection(torch.nn.Module):
-    """Takes the place of linear_qkv for a module that gets what linear_qkv gave."""
+    """Replaces linear_qkv in the copy of the module, whose input is the output of linear_qkv already."""
 
     def forward(self, mixed: Tensor) -> tuple[Tensor, None]:
         return mixed, None
@@ -108,7 +114,7 @@ class _ChunkProjection(torch.nn.Module):
 
 @dataclass(frozen=True)
 class _Adapters:
-    """The adapters of linear_qkv: factors B, and where their products belong in the projection of a chunk."""
+    """The adapters of linear_qkv: the factors B, and for each the rows of a chunk's projection to which it is added."""
 
     factors: Sequence[Tensor]
     slices: Sequence[OutputSlice]
@@ -148,7 +154,11 @@ class _Plan:
         return result
 
     def heads_of(self, part: Mapping[str, Tensor], mixed: Tensor, inner: Tensor | None) -> list[Tensor]:
-        """Queries, keys and values [t, heads of the chunk, d] of the product `mixed` of input and weight."""
+        """Queries, keys and values [t, heads of the chunk, d].
+
+        part: weights of the chunk; mixed: product of the input and the chunk's rows of linear_qkv; inner: A x of the
+        adapters, or None
+        """
         if self.adapters is not None and inner is not None:
             factors = [part[f"factor {number}"] for number in range(len(self.adapters.factors))]
             mixed = added(mixed, inner, factors, self.adapters.slices, self.adapters.scale)
@@ -218,9 +228,11 @@ class _Chunks(torch.autograd.Function):
 def _chunk_backward(
     plan: _Plan, part: Mapping[str, Tensor], whole: Tensor, inner: Tensor | None, saved: Sequence[Any], needed: set[str]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The gradient of a chunk's projection [t, rows of the chunk], and gradients of all that follows it, by name.
+    """The gradient of a chunk's projection [t, rows of the chunk], and the gradients of other tensors, by name.
 
-    part: weights of the chunk; saved: the chunk's output, the gradient of it, and the log-sum-exp of its head groups
+    part: weights of the chunk; whole: the normed input; inner: A x of the adapters, or None
+    saved: the chunk's output, its gradient, and the log-sum-exp of its head groups
+    needed: names of the tensors that need a gradient
     """
     out, grad, sums = saved
     mixed = torch.nn.functional.linear(whole, part["weight"], part.get("bias"))

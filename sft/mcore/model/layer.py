@@ -74,11 +74,11 @@ class Layer(TransformerLayer):
     def forward(
         self, *args: Any, packed_seq_params: PackedDocuments, padding_mask: Tensor | None = None, **kwargs: Any
     ) -> Any:
-        """padding_mask: int32 [1, t], the number of each token's document or part, -1 for padding; None: the model has
-        no experts
+        """Compute the layer.  The arguments and results are those of core's TransformerLayer.
 
-        Of core's arguments about tokens, only this one reaches the layers in every mode: with pipeline stages, sequence
-        parallelism and recomputation of layers.
+        padding_mask: int32 [1, t], the number of each token's document or part, -1 for padding; None: the model has no
+            experts.  It is core's only argument about tokens that reaches the layers with pipeline stages, with
+            sequence parallelism, and when layers are recomputed
         """
         if self.save_policy is not None:
             self.save_policy.start_layer()
@@ -88,7 +88,7 @@ class Layer(TransformerLayer):
             kwargs["padding_mask"] = TokenDocuments(padding_mask.view(-1), *pack)
         output, context = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
         if self._is_repeated:
-            output.untyped_storage().resize_(0)  # core keeps the output during backward, where nobody reads it
+            output.untyped_storage().resize_(0)  # core keeps the output during backward, but nothing reads it
         return output, context
 
     @property

@@ -1,4 +1,4 @@
-"""The spec of one transformer layer: the attention backend's modules, with this trainer's layer, router and experts."""
+"""Makes the spec of a transformer layer: the backend's modules, with this trainer's layer, router and experts."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

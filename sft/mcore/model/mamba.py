@@ -1,14 +1,14 @@
-"""Mamba-2 (Dao and Gu, 2024, arXiv:2405.21060), as in Nemotron-H: the module that replaces attention in a layer.
+"""Implements Mamba-2 (Dao and Gu, 2024, arXiv:2405.21060), as in Nemotron-H, which replaces attention in a layer.
 
     z, x, B, C, dt = projections of the hidden state        x, B, C = silu(causal convolution of x, B, C + bias)
     dt = softplus(dt + dt_bias), within limits              g = -exp(A_log) * dt
     y = recurrence of C, B, x, g, dt, plus D * x            output = projection of norm by groups(y * silu(z))
 
-Tensor-parallel ranks divide groups among them; a rank also has the heads that its groups serve.
+Tensor-parallel ranks divide the groups among themselves.  A rank also has the heads that its groups serve.
 
 In sft/mcore/linear_attention:
 
-ssd.py         the inputs of the recurrence, time steps, and the interface of kernels; grouped_norm.py: what follows it
+ssd.py         the inputs of the recurrence, time steps, interface of kernels; grouped_norm.py: the skip and the norm
 ssd_kernel.py  a kernel in plain torch; ssd_chunks.py: the products of a block
 ssd_fla.py     a kernel of FLA
 """
@@ -40,6 +40,8 @@ def megatron_arguments(model: ModelConfig) -> dict[str, Any]:
 
 
 class Mamba2(RecurrentLayer):
+    """The mixer of a layer with Mamba-2."""
+
     kind = "Mamba-2"
     parts = {
         "in_proj.weight": ("z", "x", "B", "C", "dt"),

@@ -1,4 +1,4 @@
-"""The table of mixers: how each kind of layer gets its attention, and which inputs its attention needs.
+"""Lists for each kind of layer how its mixer is put into the layer, and which inputs the mixer needs.
 
 sft/layers/mixers describes the kinds without torch.
 """

@@ -1,4 +1,4 @@
-"""Multi-token prediction: a block that predicts the token after the next one (DeepSeek-V3, arXiv:2412.19437).
+"""Implements multi-token prediction: a block predicts the token after the next one (DeepSeek-V3, arXiv:2412.19437).
 
     block(t) = norm(layer(eh_proj([enorm(embedding of token t + 1), hnorm(hidden state of token t)])))
 
@@ -10,11 +10,11 @@
 The layer has the kind of the model's last layer.  The block shares embedding and output weight with the model; its
 other weights have the keys of Megatron-LM's block.
 
-This module replaces megatron-core's block (multi_token_prediction.py).  In core's block each rank shifts the tokens
-that it holds, and asks its neighbours for the missing ones, document by document.  Core's loss depends on the layout,
-because it is divided by the number of tokens of a microbatch on a rank (Megatron-LM#2417, #3943).  In this trainer,
-`Pack` determines the next two tokens of each token before context parallelism divides the pack, and the loss is divided
-by the number of predicted tokens of the global batch (loss/mtp.py).
+This module replaces megatron-core's block (multi_token_prediction.py).  In core's block, each rank shifts its tokens
+document by document, and gets missing tokens from neighbouring ranks.  Core divides the loss by the number of tokens of
+a microbatch on a rank, so the loss depends on the layout (Megatron-LM#2417, #3943).  In this trainer, `Pack` determines
+the next two tokens of each token before context parallelism divides the pack, and the loss is divided by the number of
+predicted tokens of the global batch (loss/mtp.py).
 """
 
 from collections.abc import Callable

@@ -7,12 +7,13 @@
 
         key = rotary(norm(projection))        value = norm without a weight(projection)
 
-    norms    The norms of queries and keys can follow the rotary positions (Hunyuan); then portable.py applies them, too
+    norms    The norms of queries and keys can follow the rotary positions (Hunyuan).  Then portable.py applies the
+             norms
 
     gates    The output of a head is multiplied by a function of one number, a projection of the token
 
 linear_qkv has for each query group the rows of its query heads, then one row for the gate of each of these heads, then
-the rows of its key head, then those of its value head.  portable.py applies the rotary positions.
+the rows of its key head, then the rows of its value head.  portable.py applies the rotary positions.
 """
 
 import copy
@@ -57,7 +58,7 @@ def with_own_heads(spec: ModuleSpec, model: ModelConfig) -> ModuleSpec:
 
 
 def _sized(linear: Any, *, num_rows: int | None = None, num_columns: int | None = None) -> Any:
-    """A subclass of core's projection `linear` with these numbers of outputs and inputs; None: those that core asks."""
+    """A subclass of core's projection `linear` with these numbers of outputs and inputs; None: core's own number."""
 
     class Sized(linear):
         def __init__(self, input_size: int, output_size: int, **core: Any) -> None:
@@ -103,7 +104,7 @@ class OwnHeads(SelfAttention):
             query, key = self._normed(query, key)
         value = value if self.value_norm is None else self.value_norm(value)
         value = value if self._multiplier == 1.0 else value * self._multiplier
-        # A gate that were a view would keep the whole output of the projection in memory.
+        # The gate is copied.  A view would keep the whole output of the projection in memory.
         return (query, key, value) if self._gate is None else (query, key, value, gate.flatten(2).contiguous())
 
     def _normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,7 +112,7 @@ class OwnHeads(SelfAttention):
         return query, key if self.k_layernorm is None else self.k_layernorm(key)
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x [t, 1, heads * d], gate [t, 1, heads] -> each head of x times a function of its gate"""
+        """Multiply each head of x [t, 1, heads * d] by a function of its gate, [t, 1, heads]."""
         assert self._gate is not None
         factor = _GATES[self._gate](gate.float()).to(x.dtype)
         return (x.unflatten(-1, (gate.shape[-1], -1)) * factor[..., None]).flatten(2)

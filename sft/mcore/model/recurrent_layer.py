@@ -1,9 +1,9 @@
-"""The module that replaces attention in a layer with a recurrence, without the recurrence itself.
+"""Defines the base class of the modules that replace attention in a layer with a recurrence.
 
-It has an input projection, a convolution, the weights of the recurrence, and an output projection.  A subclass gives
-the widths and computes what is between the projections.
+Such a module has an input projection, a convolution, the weights of the recurrence, and an output projection.  A
+subclass gives the widths, and computes the part between the projections.
 
-Tensor-parallel ranks divide heads among them.  A rank's rows of the input projection, and its channels of the
+Tensor-parallel ranks divide heads among themselves.  A rank's rows of the input projection, and its channels of the
 convolution, consist of a part of the queries, a part of the keys, and so on.  They are not consecutive rows of the
 whole weight.  So a checkpoint has separate tensors for these parts, with the names that Megatron-LM gives them.
 """
@@ -86,8 +86,8 @@ class RecurrentLayer(MegatronModule):
     """The mixer of a layer with a recurrence.
 
     in_proj, out_proj  classes of the column-parallel and the row-parallel projection
-    recompute          True: the module saves only its input, and backward computes its forward pass again.  Its time is
-                       linear in the length, so this is cheap at any length, unlike for softmax attention
+    recompute          True: the module saves only its input, and backward computes the forward pass again.  The time is
+                       linear in the length.  So, unlike for softmax attention, this is cheap at any length
 
     kind     the kind of layer
     parts    for each weight that a checkpoint stores in parts, the names of the parts
@@ -150,7 +150,7 @@ class RecurrentLayer(MegatronModule):
 
     @abstractmethod
     def split_weights(self) -> dict[str, Tensor]:
-        """The weights between the projections whose rows tp divides, by name."""
+        """The weights between the projections whose rows are divided over tp, by name."""
 
     def split_weight(self, *shape: int) -> torch.nn.Parameter:
         """A weight without values.  tp ranks hold different rows of it."""
@@ -161,9 +161,12 @@ class RecurrentLayer(MegatronModule):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, *, packed_seq_params: PackedDocuments, **unused: Any
     ) -> tuple[Tensor, None]:
-        """Hidden states [t, 1, h], or [t / tp, 1, h] with sequence parallelism -> the same shape, and None as bias."""
+        """The output of the mixer, and None as bias.
+
+        hidden_states: [t, 1, h], or [t / tp, 1, h] with sequence parallelism; the output has the same shape
+        """
         assert attention_mask is None
-        if self._recompute and self.training and self.config.fp8:  # restores the first pass's scales
+        if self._recompute and self.training and self.config.fp8:  # te_checkpoint restores the scales of the first pass
             tracker = tensor_parallel.random.get_cuda_rng_tracker
             return (
                 te_checkpoint(partial(self._compute, packed_seq_params), False, tracker, self._tp, hidden_states),

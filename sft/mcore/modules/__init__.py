@@ -1,1 +1,1 @@
-"""Modules of layers: the libraries they come from, norms, biases, activations, linear layers that no rank splits."""
+"""Provides the modules of layers: libraries of modules, norms, biases, activations, and duplicated linear layers."""

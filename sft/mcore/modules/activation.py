@@ -1,13 +1,13 @@
-"""Activations that megatron-core's own paths lack: GeGLU in tanh form, SwiGLU with limits, and squared ReLU.
+"""Implements activations that megatron-core lacks: GeGLU in tanh form, SwiGLU with limits, and squared ReLU.
 
     geglu           gelu(gate) * up, gelu in tanh form (Gemma; arXiv:2002.05202)
     clamped_swiglu  gate * sigmoid(alpha * gate) * (up + 1), with gate <= limit and |up| <= limit (arXiv:2508.10925)
     swiglu          silu(gate) * up, with silu(gate) <= limit and |up| <= limit (Step-3.5); core has it without limits
     relu2           max(x, 0)^2, without a gate (Nemotron-H; arXiv:2109.08668)
 
-The output of linear_fc1 holds this tp rank's gates, then its ups; without a gate, it holds x.  Backward recomputes from
-that output, which is the only activation saved, as in core's fused SwiGLU.  16-bit inputs are computed in fp32 and
-rounded once.  On CUDA, torch compiles forward and backward, as it compiles core's fused functions.
+The output of linear_fc1 holds this tp rank's gates, then its ups; without a gate, it holds x.  As in core's fused
+SwiGLU, this output is the only saved activation, and backward computes all other values again.  16-bit inputs are
+computed in fp32 and rounded once.  On CUDA, torch compiles forward and backward, as it compiles core's fused functions.
 """
 
 import math
@@ -28,11 +28,16 @@ _SLOPE, _CUBIC = math.sqrt(2.0 / math.pi), 0.044715  # gelu(x) = x / 2 * (1 + ta
 class Activation(torch.nn.Module):
     """An activation, applied to the output of linear_fc1.
 
-    Core builds it in place of an activation of Transformer Engine: core passes gate and up together only to these.
+    Core passes gate and up together only to activations of Transformer Engine, so core builds this class as if it were
+    one of these.
     """
 
     def __init__(self, *, kind: str, limit: float | None, alpha: float | None, config: Any = None) -> None:
-        """kind: a name above; swiglu needs limit, clamped_swiglu limit and alpha; config: unused, core passes it"""
+        """Make the activation.
+
+        kind: a name of the list above; limit: for swiglu and clamped_swiglu; alpha: for clamped_swiglu
+        config: unused, but core passes it
+        """
         super().__init__()
         assert kind in ("geglu", "relu2") or (limit is not None and (alpha is None) == (kind == "swiglu"))
         self._setting = kind, limit or 0.0, alpha or 0.0
@@ -41,7 +46,7 @@ class Activation(torch.nn.Module):
     def fields(model: ModelConfig, limit: float = math.inf) -> dict[str, Any]:
         """Arguments of the constructor; {} with swiglu without limits, which core computes.
 
-        limit: of swiglu in this layer (`limits_of`)
+        limit: the limit of swiglu in this layer (`limits_of`)
         """
         if has_plain_swiglu(model):
             return {}
@@ -50,13 +55,13 @@ class Activation(torch.nn.Module):
 
     @staticmethod
     def spec(fields: Mapping[str, Any]) -> ModuleSpec:
-        """fields: the result of `fields`"""
+        """Core's spec of the activation.  fields: the result of `fields`"""
         return ModuleSpec(module=Activation, params=dict(fields))
 
     def forward(self, x: Tensor, bias: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
-        """x [..., 2 * f], without a gate [..., f] -> [..., f]
+        """The activation: x [..., 2 * f], or without a gate [..., f] -> [..., f].
 
-        bias: of linear_fc1, with the size of the last axis of x; weights: [...], factors on the outputs
+        bias: bias of linear_fc1, with the size of the last axis of x; weights: [...], factors on the outputs
         """
         output: Tensor = _Applied.apply(x, bias, weights, *self._setting)
         return output
@@ -100,7 +105,7 @@ def _backward(
     limit: float,
     alpha: float,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of x, bias and weights."""
+    """The gradients of x, bias and weights; None for a missing bias or missing weights."""
     wide = _widened(x, bias)
     output, derivatives = _computed(wide, kind, limit, alpha)
     grad, dweights = grad.to(wide.dtype), None
@@ -109,7 +114,8 @@ def _backward(
         grad = grad * weights[..., None]
     parts = [grad * slope for slope in derivatives]
     dbias = None if bias is None else torch.cat(parts, -1).flatten(0, -2).sum(0).to(bias.dtype)
-    # Rounded before they are joined, because a compiled kernel may write the joined parts to memory unrounded, too.
+    # The parts are rounded before they are joined.  Otherwise a compiled kernel may also write the unrounded joined
+    # tensor to memory.
     return torch.cat([part.to(x.dtype) for part in parts], -1), dbias, dweights
 
 

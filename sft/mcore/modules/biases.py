@@ -1,4 +1,4 @@
-"""Biases on single projections.  megatron-core can only switch the biases of all linear layers on or off at once."""
+"""Adds biases to single projections.  megatron-core itself can only give biases to all linear layers or to none."""
 
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from sft.mcore.modules.stored import OwnWeights
 
 
 def with_bias(linear: Any) -> Any:
-    """A subclass of core's projection `linear` that has a bias.  The projection returns it; its caller adds it."""
+    """A subclass of core's projection `linear` with a bias.  The projection returns the bias; its caller adds it."""
 
     class Biased(linear):
         def __init__(self, *sizes: int, bias: bool, **core: Any) -> None:
@@ -42,7 +42,7 @@ class ExpertOutput(OwnWeights, RowParallelLinear):
         set_tensor_model_parallel_attributes(self.bias, True, 0, 1)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor]:
-        """input_ [n, e / etp] -> [n, h] and the bias [h], which the caller weights and adds"""
+        """input_ [n, e / etp] -> [n, h], and the bias [h], which the caller multiplies by weights and adds."""
         output, _ = super().forward(input_)
         return output, self.spread_bias
 
@@ -55,9 +55,11 @@ class ExpertOutput(OwnWeights, RowParallelLinear):
 
 
 def bias_mlp(mlp: Any, *, has_experts: bool) -> None:
-    """Give biases to the projections of an MLP or of experts.  mlp: core's spec of the MLP, changed in place
+    """Give biases to the projections of an MLP or of experts.
 
-    Every rank of etp holds the whole second bias of Transformer Engine's experts, so these need etp 1.
+    With Transformer Engine's experts, etp must be 1, because every rank of etp would hold the whole second bias.
+
+    mlp: core's spec of the MLP, changed in place
     """
     parts = submodules_of(submodules_of(mlp).experts if has_experts else mlp)
     parts.linear_fc1 = with_bias(parts.linear_fc1)
@@ -66,7 +68,7 @@ def bias_mlp(mlp: Any, *, has_experts: bool) -> None:
 
 
 def submodules_of(spec: Any) -> Any:
-    """The submodules of core's spec of a module: a ModuleSpec up to core 0.18, or a `functools.partial`."""
+    """The submodules of core's spec of a module.  The spec is a ModuleSpec up to core 0.18, then a `partial`."""
     return spec.submodules if isinstance(spec, ModuleSpec) else spec.keywords["submodules"]
 
 

@@ -13,10 +13,10 @@ INSTALL = 'Install it with: pip install --no-build-isolation "transformer-engine
 
 
 def choose(config: Config, device_type: str) -> ModuleLibrary:
-    """The library for layers whose attention is portable.
+    """The library for layers with attention of the portable backend.
 
     run.modules = auto means te if Transformer Engine can compute this run's modules, else local.  Raises ConfigError if
-    it cannot and the recipe names te, or sets run.fp8, which only te has.
+    Transformer Engine cannot compute them, and the recipe names te or sets run.fp8, which only te has.
     """
     wanted, problem = config.run.modules, None
     if wanted == "local":
@@ -36,7 +36,7 @@ def choose(config: Config, device_type: str) -> ModuleLibrary:
 
 
 def for_te_attention(config: Config) -> ModuleLibrary:
-    """The library for layers whose attention is Transformer Engine's."""
+    """The library for layers with attention of Transformer Engine."""
     return FusedNormLibrary(config) if FusedNormLibrary.fits(config.model) else TransformerEngineLibrary(config)
 
 
@@ -75,6 +75,6 @@ def release() -> tuple[int, int]:
 
 
 def numbers(version: str) -> tuple[int, int]:
-    """ "2.20.2+abc" -> (2, 20)"""
+    """The first two numbers of a version: "2.20.2+abc" -> (2, 20)"""
     major, minor = version.split(".")[:2]
     return int(major), int(minor)

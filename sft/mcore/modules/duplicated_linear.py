@@ -1,4 +1,4 @@
-"""A linear layer that every tensor-parallel rank holds whole, because its output is narrow."""
+"""Implements a linear layer that every tensor-parallel rank holds whole, because its output is narrow."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
-"""The libraries from whose modules layers are built: norms, linear projections and experts.
+"""Defines the libraries from whose modules layers are built: norms, linear projections and experts.
 
-The kernel of attention is not part of a library: the backend puts attention into the layer (`backend.py`).  So
-Transformer Engine's linear layers and experts, and with them its FP8, serve layers with any attention.
-`choice.py` chooses the library of a run.
+The kernel of attention is not part of a library: the backend puts attention into the layer (`backend.py`).  So layers
+with any attention can have Transformer Engine's linear layers and experts, and FP8.  `choice.py` chooses the library
+of a run.
 """
 
 from abc import ABC, abstractmethod
@@ -36,7 +36,7 @@ class ModuleLibrary(ABC):
     """
 
     name: ClassVar[str]  # the value of run.modules
-    norm: ClassVar[type[torch.nn.Module]]  # class of norms that no projection computes
+    norm: ClassVar[type[torch.nn.Module]]  # class of norms that are not computed inside a projection
     is_te: ClassVar[bool]  # whether linear layers and experts are Transformer Engine's
     marks_norms: ClassVar[bool]  # whether norms mark their outputs as recomputable
 
@@ -64,7 +64,7 @@ class ModuleLibrary(ABC):
         return self._norm_with(epsilon=self.config.model.output_norm_epsilon)
 
     def _norm_with(self, **own: Any) -> type[torch.nn.Module]:
-        """The class `norm` with these attributes; None: as in `norm`."""
+        """A subclass of `norm` with these class attributes, without those that are None; `norm` if none remain."""
         own = {name: value for name, value in own.items() if value is not None}
         return type("Norm", (self.norm,), own) if own else self.norm
 
@@ -92,7 +92,7 @@ class LocalLibrary(ModuleLibrary):
 class TransformerEngineLibrary(ModuleLibrary):
     """Transformer Engine's linear projections and experts, with this trainer's norms.
 
-    The norms fit every model: they can stand after a projection, and backward can compute their outputs again.
+    These norms suit every model: they can follow a projection, and backward can compute their outputs again.
     """
 
     name = "te"
@@ -121,7 +121,7 @@ class TransformerEngineLibrary(ModuleLibrary):
 class FusedNormLibrary(TransformerEngineLibrary):
     """Transformer Engine's modules, which compute a norm inside the projection after it.
 
-    The outputs of norms stay in memory, because they are no tensors outside of the projection.
+    The projection saves the outputs of these norms, so backward cannot compute them again.
     """
 
     norm = TENorm
@@ -129,7 +129,7 @@ class FusedNormLibrary(TransformerEngineLibrary):
 
     @staticmethod
     def fits(model: ModelConfig) -> bool:
-        """Whether each norm of the model but those of heads stands before a projection."""
+        """Whether each norm of the model, apart from norms of heads, is directly before a projection."""
         has_own_norms = model.moe.own_norms or model.qk_norm_across_heads or not model.qk_norm_weights
         placements = {model.norm_placement, model.linear_attention.norm_placement or "pre"}
         return placements == {"pre"} and not has_own_norms
@@ -167,7 +167,7 @@ def with_norms_apart(spec: ModuleSpec) -> ModuleSpec:
 
 
 def with_norm_before_attention(spec: ModuleSpec) -> ModuleSpec:
-    """Change the layer `spec` so that the norm before attention is a separate module with several readers."""
+    """Change the layer `spec` so that the norm before attention is a separate module, whose output others can read."""
     layer = spec.submodules
     layer.input_layernorm, layer.self_attention.submodules.linear_qkv = TENorm, TEColumnParallelLinear
     layer.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}

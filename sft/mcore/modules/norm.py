@@ -1,7 +1,7 @@
-"""RMSNorm: one kernel on CUDA (torch 2.9 and later), plain torch elsewhere.
+"""Implements RMSNorm: one kernel on CUDA (torch 2.9 and later), plain torch elsewhere.
 
 The norm saves its input and one fp32 value per row for backward.  The weight may be an offset from 1 (Gemma).  torch's
-kernel would need 1 + weight in the weight's dtype, so torch compiles the plain norm for such weights on CUDA.
+kernel would need 1 + weight in the weight's dtype.  So on CUDA, torch compiles the plain norm for such weights.
 """
 
 from typing import Any, ClassVar
@@ -50,7 +50,7 @@ class RMSNorm(UnscaledNorm):
     Under sequence parallelism, each tp rank computes a slice of the tokens.  The attribute `sequence_parallel` of the
     weight then makes core sum the weight's gradient over the tp ranks.
 
-    is_zero_centered, epsilon  of a subclass; None: those of all norms of the model
+    is_zero_centered, epsilon  values that a subclass sets; None: the values of all norms of the model
     """
 
     weight: torch.nn.Parameter
@@ -84,7 +84,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[..., h] -> [n, h].  torch compiles a function for each number of axes, and at most 8 times."""
+    """[..., h] -> [n, h].  torch would compile the norm anew for each number of axes, and does so at most 8 times."""
     return x.detach().reshape(-1, x.shape[-1])
 
 
@@ -106,7 +106,7 @@ def _backward(
 
 
 def _factor(weight: Tensor | None, dtype: torch.dtype, offset: float) -> Tensor | float:
-    """The factor of the norm: weight, or weight + offset in `dtype`, because bf16 would round the sum; else 1."""
+    """The factor of the norm: weight, or weight + offset in `dtype`, because bf16 would round the sum; 1: no weight."""
     if weight is None:
         return 1.0
     return weight.to(dtype) + offset if offset else weight

@@ -1,4 +1,4 @@
-"""RMSNorm over all query heads of a token, or over all its key heads (Olmo 2), in plain torch.
+"""Implements RMSNorm over all query heads of a token, or over all its key heads (Olmo 2), in plain torch.
 
 With tensor parallelism a rank has a part of the heads, so forward and backward each all-reduce one value per token.
 The norm saves its input and one fp32 value per token.
@@ -17,9 +17,9 @@ from sft.mcore.activations.saved_tensors import SavePolicy
 class AcrossHeadsNorm(torch.nn.Module):
     """RMSNorm over all heads of a token.
 
-    Every tp rank holds the weight of all heads, [heads * d], and uses only the part of its heads; the gradient of the
-    rest is 0.  Core sums the gradient over tp if the weight's name contains q_layernorm or k_layernorm, so every rank
-    gets the gradient of the whole weight.
+    Every tp rank holds the weight of all heads, [heads * d], and uses only the part of its own heads.  The gradient of
+    the other parts is 0.  Core sums the gradient over tp if the weight's name contains q_layernorm or k_layernorm, so
+    every rank gets the gradient of the whole weight.
     """
 
     save_policy: SavePolicy | None = None

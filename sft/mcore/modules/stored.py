@@ -1,4 +1,4 @@
-"""How modules describe their weights for checkpoints, and the tensors in such descriptions."""
+"""Describes the weights of modules for checkpoints, and lists the tensors in such descriptions."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 
 
 class OwnWeights(torch.nn.Module):
-    """A module of this trainer that has weights, which core does not describe.
+    """A module of this trainer with weights that core cannot describe for checkpoints.
 
     split_axes: {name of a weight: the axis along which the ranks of `tp_group` split it}; every rank holds the other
         weights whole
@@ -34,7 +34,7 @@ class OwnWeights(torch.nn.Module):
 
 
 def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:
-    """Every tensor of this rank in a sharded state dict or a list, including the tensors that factories make."""
+    """Yield every tensor of this rank in a sharded state dict or a list, including the tensors that factories make."""
     for leaf in nested_values(state):
         if isinstance(leaf, ShardedTensorFactory):
             with memory_for_views(leaf.data):
@@ -46,9 +46,9 @@ def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:
 
 @contextmanager
 def memory_for_views(tensor: torch.Tensor) -> Iterator[None]:
-    """A context in which `tensor` has memory, although not its values, while its memory is freed (`sharding/flat.py`).
+    """A context in which views of `tensor` can be made, also while its memory is freed (`sharding/flat.py`).
 
-    torch makes no view that lies outside of its storage.
+    torch makes no view outside of a storage, so a freed storage gets memory, but no values, until the context ends.
     """
     storage, end = tensor.untyped_storage(), int(tensor.storage_offset()) + tensor.numel()
     is_free = storage.nbytes() == 0

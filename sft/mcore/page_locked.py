@@ -18,8 +18,8 @@ from sft.console import size
 from sft.mcore import device as devices
 
 ALIGNMENT = 64  # bytes; each tensor of an arena begins at a multiple of it, as vector instructions prefer
-_POPULATED = 256 << 20  # bytes that get pages at a time
-_RESERVE = 4 << 30  # bytes that are left to the system: several ranks of a machine take _POPULATED at the same time
+_POPULATED = 256 << 20  # bytes that `populate` touches between two checks of the free memory
+_RESERVE = 4 << 30  # bytes that `populate` leaves free.  Several ranks of a machine populate at the same time
 _PROCESSES, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
@@ -45,7 +45,7 @@ class Arena:
         if device.type == "cuda":
             try:
                 self._mapping.lock(device)
-            except (OSError, KeyError) as error:  # files of the system that say how much memory is left
+            except (OSError, KeyError) as error:  # `_available` could not read how much memory is left
                 raise _refused(self.num_bytes, f"{type(error).__name__}: {error}") from error
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -59,9 +59,9 @@ class Arena:
 
 
 class _Mapping(mmap.mmap):
-    """Pages of the process that are unlocked before they are freed."""
+    """Memory of this process whose pages are unlocked before they are freed."""
 
-    locked: tuple[int, torch.device] | None = None  # address, and the GPU that copies
+    locked: tuple[int, torch.device] | None = None  # the address, and the GPU for which the pages are locked
 
     def lock(self, device: torch.device) -> None:
         with suppress(OSError):  # a kernel without huge pages
@@ -79,10 +79,12 @@ class _Mapping(mmap.mmap):
 
 
 def populate(memory: Tensor) -> None:
-    """Touch each page of `memory`, uint8 [n], as long as the system has memory.  Raises MemoryError.
+    """Touch each page of `memory`, uint8 [n], so that Linux allocates it.
 
-    CUDA holds up other calls of a process while it locks pages, so the pages should exist before that.  Without the
-    check, Linux would kill a process of the machine.
+    While CUDA locks pages, other CUDA calls of the process wait.  Locking is faster if the pages exist already.
+
+    Raises MemoryError if less than _RESERVE bytes of memory would be left, because Linux would kill a process when no
+    memory is left.
     """
     for part in memory.split(_POPULATED):
         if (left := _available()) < _RESERVE:
@@ -107,7 +109,7 @@ def _available() -> int:
 
 
 def _numbers(file: Path) -> dict[str, int]:
-    """The number in each line, by the first word of the line."""
+    """{first word of a line: the number after it}"""
     return {words[0]: int(words[1]) for line in file.read_text().splitlines() if len(words := line.split()) > 1}
 
 

@@ -28,9 +28,11 @@ from sft.parallel.position import Position
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessGroups(Position):
+    """The position of this rank in the layout, and its process groups."""
+
     collection: ProcessGroupCollection  # passed to megatron-core's constructors
 
-    timeout_s: int = 600  # of collectives
+    timeout_s: int = 600  # timeout of collectives
     smaller_cp: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)  # this rank's groups for dynamic CP
 
     def cp_group(self, cp_size: int) -> CpGroup:
@@ -70,7 +72,10 @@ def start(
     """Join the process group that torchrun describes in the environment, and build every group of `layout`.
 
     A process that was started without torchrun is a world of size 1.  A process that joins a second time needs a new
-    `store`, because torchrun's store still holds the addresses of the first time.  timeout_s: timeout of collectives
+    `store`, because torchrun's store still holds the addresses of the first time.
+
+    timeout_s: timeout of collectives
+
     Raises ConfigError, PeerError or StorageError if ranks do not meet.
     """
     check_etp(layout, device)
@@ -149,7 +154,7 @@ def _two_levels(layout: Layout) -> dict[str, Any]:
 
 
 def stop() -> None:
-    """Leave every group, including the world, and end the threads that gloo keeps per group."""
+    """Leave all process groups, and end the threads that gloo keeps for each."""
     parallel_state.destroy_model_parallel()
     parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = None  # core does not reset this one
     dist.destroy_process_group()

@@ -22,8 +22,12 @@ PENDING_PASSES = 2  # passes that the host has queued and the GPU may not have b
 
 
 def named(microbatches: Sequence[Microbatch], chunk: int, num_chunks: int) -> Iterator[tuple[str, Microbatch]]:
-    """Yield each microbatch with a name: "microbatch 1 of 8", or with virtual stages "microbatch 1 of 8 in model chunk
-    1 of 2".  chunk: index of the model chunk, from 0"""
+    """Yield (name, microbatch) of each microbatch.
+
+    "microbatch 1 of 8", or with virtual stages "microbatch 1 of 8 in model chunk 1 of 2"
+
+    chunk: index of the model chunk, counted from 0
+    """
     where = f" in model chunk {chunk + 1} of {num_chunks}" if num_chunks > 1 else ""
     for number, microbatch in enumerate(microbatches, 1):
         yield f"microbatch {number} of {len(microbatches)}{where}", microbatch
@@ -40,7 +44,7 @@ class Event(Protocol):
 class PassProgress:
     """Reports the passes of one engine: which one the host queues, and which one the GPU computes.
 
-    report     called with the name of the pass that the host queues, or whose end on the GPU the host waits for
+    report     gets the name of a pass when the host queues it, and again when the host waits for its end on the GPU
     new_event  makes a CUDA event; None on a CPU
 
     the host begins to queue    forward 1   backward 1   forward 2    backward 2    forward 3

@@ -46,7 +46,9 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _scores_of(logits: Tensor, rows: Tensor, labels: Tensor, shard: VocabShard) -> Tensor:
-    """The score of the label labels[i] in row rows[i] of logits [n, rows of this shard]: [m].  rows, labels: int64 [m]
+    """The score of the label labels[i] in row rows[i] of logits [n, rows of this shard]: [m].
+
+    rows, labels: int64 [m]
     """
     local = labels - shard.first
     is_local = (local >= 0) & (local < shard.num_real)

@@ -118,14 +118,17 @@ def _norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
     for part in offload.all_chained(optimizer):  # experts have their own optimizer and process group
         gradients = getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm  # core 0.16
         squares = sum_of_squares([] if offload.is_empty(part) else gradients(), device)
-        dist.all_reduce(squares, group=_with_open_communicator(part.get_grad_stats_parallel_group()))
+        dist.all_reduce(squares, group=_world_or(part.get_grad_stats_parallel_group()))
         total += squares
     sum_of_all = total.item()
     return math.inf if sum_of_all > torch.finfo(torch.float32).max else math.sqrt(sum_of_all)
 
 
-def _with_open_communicator(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """None, which means all ranks, if they are in `group`: another group of them would open buffers of its own."""
+def _world_or(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """`group`, or None for torch's group of all ranks, if `group` has all ranks.
+
+    The first collective of a group allocates buffers.  Those of torch's group exist already.
+    """
     return None if group.size() == dist.get_world_size() else group
 
 

@@ -67,10 +67,12 @@ def check_and_free(optimizer: MegatronOptimizer) -> None:
 
 
 def page_lock(hybrid: HybridDeviceOptimizer) -> None:
-    """Move the fp32 weights on the host to one arena, with room for their gradients.  Raises StorageError.
+    """Move the fp32 weights on the host to one arena, with room for their gradients.
 
-    These are the tensors that travel each step.  Core would copy weights from pageable memory, and gradients to one
-    page-locked block for each parameter.
+    These tensors move between host and device in each step.  Core would copy weights from pageable memory, and
+    gradients to one page-locked block for each parameter.
+
+    Raises StorageError if the host cannot page-lock so much memory.
     """
     devices = hybrid.cpu_copys_map_gpu_param
     if not devices:
@@ -103,7 +105,7 @@ def use_fused_kernel(optimizer: MegatronOptimizer) -> None:
 def chained_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """The optimizers inside core's optimizer that have parameters.
 
-    Core chains two optimizers if experts have one: for experts, and for all other parameters.
+    A model with experts has two, one for the experts and one for all other parameters.
     """
     return [core for core in all_chained(optimizer) if not is_empty(core)]
 
@@ -128,7 +130,10 @@ def adam_instances(optimizer: MegatronOptimizer) -> list[Optimizer]:
 
 
 def adam_lookup(core: MegatronOptimizer) -> Callable[[Tensor], tuple[Optimizer, Tensor]]:
-    """A function: a parameter in the groups of `core` -> the Adam that updates it, and the tensor that it holds."""
+    """A function that gets a parameter of `core`, and returns the Adam that updates it and the tensor that Adam has.
+
+    The tensor is the parameter itself, or the hybrid optimizer's copy of it.
+    """
     inner = core.optimizer
     if not isinstance(inner, HybridDeviceOptimizer):
         return lambda param: (inner, param)
@@ -146,8 +151,10 @@ def group_values(core: MegatronOptimizer) -> list[dict[str, Any]]:
 
 
 def counts_by_parameter(adam: Optimizer) -> bool:
-    """Whether this Adam keeps `step` per parameter, as torch's does.  Adam of Transformer Engine and Apex keeps `step`
-    in the group."""
+    """Whether this Adam keeps `step` per parameter, as torch's does.
+
+    The Adam of Transformer Engine and that of Apex keep it per parameter group.
+    """
     return isinstance(adam, Adam | AdamW)
 
 

@@ -21,25 +21,25 @@ class ShardParameter(torch.nn.Parameter):
 
     whole: torch.nn.Parameter
     start: int
-    replica: int  # number of this copy of the shard; 0 is the first
+    replica: int  # number of this copy of the shard, counted from 0
     main_grad: Tensor
     shared: bool
 
     @classmethod
     def of(cls, flat: FlatWeights, piece: WeightSlice) -> "ShardParameter":
         part = cls(flat.shard.narrow(0, piece.offset, piece.end - piece.start), requires_grad=flat.is_trained)
-        for name, value in vars(piece.param).items():  # how core reduces, counts and schedules the weight
+        for name, value in vars(piece.param).items():  # core reads these attributes
             setattr(part, name, value)
         if flat.shard_grad is not None:
             part.main_grad = flat.shard_grad.narrow(0, piece.offset, piece.end - piece.start)
         if flat.ranks.replica > 0:
-            part.shared = True  # core then leaves this copy out of the norm of the gradients
+            part.shared = True  # core then does not add this copy to the norm of the gradients
         part.whole, part.start, part.replica = piece.param, piece.start, flat.ranks.replica
         return part
 
 
 class _OneRank:
-    """Stands for a process group of one rank."""
+    """Behaves as a process group of one rank."""
 
     def rank(self) -> int:
         return 0

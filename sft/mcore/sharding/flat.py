@@ -3,8 +3,9 @@
     weights of a unit    | q, k, v | gate, up     | down | padding |
     shards, 4 ranks      | rank 0    | rank 1   | rank 2    | rank 3 |
 
-The weights of the model are views of the buffer of whole weights.  Its memory exists only while a unit is used: freeing
-it shrinks the storage to 0 bytes, so that the views, and what autograd saved of them, stay valid for the next time.
+The weights of the model are views of the buffer of whole weights.  With parallel.shard = weights, its memory exists
+only while the unit is used.  Freeing it shrinks the storage to 0 bytes, so the weights, and the views of them that
+autograd saved, are valid again when the buffer is filled the next time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -55,7 +56,7 @@ class FlatWeights:
         self.params, self.ranks, self.is_expert = list(params), ranks, is_expert
         self.is_trained = params[0].requires_grad
         self.starts, end = [], 0
-        # A shard begins and ends with whole rows of a weight that is no matrix, such as [channels, 1, taps].
+        # The shards hold whole rows of a weight with more than 2 axes, such as [channels, 1, taps].
         multiple = lcm(SHARD_ALIGNMENT, *(prod(param.shape[1:]) for param in params if param.dim() > 2))
         for param in params:
             self.starts.append(end)
@@ -67,7 +68,7 @@ class FlatWeights:
         own = self._weights.narrow(0, ranks.rank * self.size, self.size)
         self.shard = torch.empty_like(own) if self.frees_weights else own
         with torch.no_grad():
-            self.shard.fill_(torch.nan)  # no pass is possible before the weights have values
+            self.shard.fill_(torch.nan)  # until the weights are loaded or drawn
         self._grads: Tensor | None = None
         self.shard_grad: Tensor | None = None
         if self.is_trained:
@@ -104,13 +105,16 @@ class FlatWeights:
             self._weights.untyped_storage().resize_(0)
 
     def open_gradients(self) -> None:
-        """Make a buffer of zeros for the gradients of the whole weights: each weight's `main_grad`."""
+        """Fill the `main_grad` of each whole weight with zeros, after allocating their buffer."""
         if self._grads is not None and self.ranks.size > 1:
             _resize(self._grads)
             self._grads.zero_()
 
     def reduce(self) -> tuple[list[dist.Work], Tensor | None]:
-        """Start summing the gradients over ranks.  `add` then takes the sum of this rank's shard."""
+        """Start summing the gradients over ranks.  Returns the running work, and the tensor that gets this rank's sum.
+
+        The caller waits for the work, then passes the tensor to `add`.
+        """
         if self._grads is None or self.shard_grad is None or self.ranks.members is None:
             return [], None
         summed = torch.empty_like(self.shard_grad)

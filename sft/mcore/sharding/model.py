@@ -1,4 +1,4 @@
-"""A model chunk whose weights or gradients are sharded; takes the place of core's DistributedDataParallel."""
+"""A model chunk whose weights or gradients are sharded.  It replaces core's DistributedDataParallel."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -41,7 +41,7 @@ class ShardedModel(_BaseDataParallel):
     ) -> None:
         super().__init__(config=config, module=module)
         self.ddp_config, self.ranks = ddp_config, ranks
-        self.pre_process = module.pre_process  # core asks the chunk, to sum the gradients of a tied weight
+        self.pre_process = module.pre_process  # core reads it when it sums the gradients of a tied weight
         self.share_embeddings_and_output_weights = module.share_embeddings_and_output_weights
         grad_dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else config.params_dtype
         self.units = units_of(module, ranks, keeps_weights=keeps_weights, grad_dtype=grad_dtype)
@@ -63,7 +63,10 @@ class ShardedModel(_BaseDataParallel):
 
     @property
     def outputs_kept(self) -> list[torch.nn.Module]:
-        """The norms whose outputs other units save for backward; these units lack the weights to compute them again."""
+        """The norms whose outputs must be kept for backward, because another unit uses them.
+
+        To compute such an output again, the other unit would need the norm's weight, which is then not in memory.
+        """
         if not self.frees_weights:
             return []
         owners = (self.module.decoder, self.module.multi_token)

@@ -20,7 +20,8 @@ def held(chunks: Iterable[torch.nn.Module], state: Any) -> tuple[list[ShardedTen
     """The tensors of `state`, a sharded state dict or a list: those that this rank holds whole, and parts of others.
 
     With parallel.shard = weights, the parts are rectangular pieces of weights, as views of this rank's shards.  All
-    other tensors, and without sharded weights all tensors, are whole; other ranks hold copies of them.
+    other tensors are whole, and so are the weights without parallel.shard = weights.  Other ranks hold copies of whole
+    tensors.
     """
     sharded = [chunk for chunk in chunks if isinstance(chunk, ShardedModel) and chunk.frees_weights]
     weights = {id(p) for chunk in sharded for unit in chunk.units for flat in unit.flats for p in flat.params}

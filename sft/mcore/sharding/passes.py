@@ -1,18 +1,20 @@
-"""When units are whole: makes the weights of a unit whole before they are used, and reduces its gradients afterwards.
+"""Gathers the weights of each unit before they are used, and sums its gradients over ranks afterwards.
 
-Forward: before a unit runs, its weights are gathered, and the gather of the next unit starts; afterwards they are
-freed.  Backward: when the gradient of a unit's output arrives, the unit is opened: its weights are gathered again, and
-a buffer for its gradients is made.  Opening a unit closes the one before: its weights are freed, its gradients are
-summed over ranks, and each rank adds its part to its shard.  With recomputation, the repeated forward pass opens the
-unit, so it needs no gather of its own.
+Forward: before a unit runs, its weights are gathered, and the gather of the next unit starts.  After the unit has run,
+its weights are freed.
+
+Backward: when the gradient of a unit's output arrives, the unit is opened: its weights are gathered again, and a buffer
+for its gradients is made.  Opening a unit closes the previously opened unit: that unit's weights are freed, its
+gradients are summed over ranks, and each rank adds its part of the sum to its shard.  With recomputation, the repeated
+forward pass opens the unit, and backward uses the same weights.
 
     forward     embedding   layer 1   layer 2   final norm   output and loss
     backward    output and loss   final norm   layer 2   layer 1   embedding
 
-So at most two units have whole weights, and the embedding beside them where it is also the output weight or where
-multi-token prediction reads it.  One buffer of gradients exists, or two with `overlap`: the sum of one unit's gradients
-is then under way while the next unit computes.  Every rank opens units in the same order, because the order follows
-from model and recipe alone.
+So at most two units have whole weights at a time.  The embedding may be a third, if it is also the output weight or if
+multi-token prediction reads it.  One buffer of gradients exists, or two with `overlap`, because the gradients of one
+unit are then summed while the next unit computes.  All ranks open units in the same order, which depends only on model
+and recipe.
 """
 
 import weakref
@@ -40,10 +42,11 @@ class UnitPasses:
         self._unit_of = {id(param): unit for unit in units for flat in unit.flats for param in flat.params}
         self._opened: Unit | None = None  # the unit that backward or the loss head uses
         self._has_gradients = False  # whether the opened unit has a buffer for gradients
-        self._reduction: Reduction | None = None  # under way
+        self._reduction: Reduction | None = None  # a sum that has started and not been added to a shard
         self._in_backward = False
         self._last_used = -1  # number of the unit that the forward pass has reached
-        # A weight holds its hook where Python's collector does not see it, so the hook must not hold the weight.
+        # Python's garbage collector does not see that a weight refers to its hooks.  If a hook referred to the weight,
+        # neither would be freed.
         add_gradient = weakref.WeakMethod(self._add_gradient)
         for number, unit in enumerate(units):
             if unit.module is not None:
@@ -53,7 +56,7 @@ class UnitPasses:
                 param.register_post_accumulate_grad_hook(partial(_call, add_gradient, number))
 
     def begin_forward(self) -> None:
-        assert not self._in_backward, "an error ended the last backward pass; a run does not go on after one"
+        assert not self._in_backward, "the last backward pass ended with an error, after which no pass may follow"
         self._last_used = -1
 
     def end_forward(self, output: Any) -> None:
@@ -62,20 +65,20 @@ class UnitPasses:
             tensor.register_hook(self._begin_backward)
 
     def finish(self) -> None:
-        """Wait for the sums that are under way, after the last backward pass of a step."""
+        """Wait for the last sum of gradients, after the last backward pass of a step."""
         assert self._opened is None, "a backward pass has not ended"
         self._finish_reduction()
 
     @contextmanager
     def weight_in_use(self, weight: torch.nn.Parameter, *, until_backward: bool) -> Iterator[None]:
-        """A context in which the loss head finds a whole `weight`, and a buffer for its gradient.
+        """A context in which the output weight `weight` is whole.
 
-        until_backward: whether backward of the loss head makes the gradient.  The weight then stays whole until the
-            next unit is opened
+        until_backward: whether the loss head computes the gradient of the weight in backward.  If so, the weight stays
+            whole until the next unit is opened.  If not, the loss head computes the gradient in this context
         """
         unit = self._unit_of[id(weight)]
         if torch.is_grad_enabled():
-            self._finish_reduction()  # of the last microbatch's embedding, whose buffer is as large as the head's
+            self._finish_reduction()  # frees the gradients of the embedding, which are as large as the output weight's
             self._open(unit, makes_gradients=not until_backward)
             yield
             if not until_backward:
@@ -91,14 +94,14 @@ class UnitPasses:
             return
         unit.make_whole()
         number = self._number[unit]
-        if self._last_used < number < len(self._units) - 1:  # not for the embedding of multi-token prediction
+        if self._last_used < number < len(self._units) - 1:  # False when multi-token prediction reads the embedding
             self._last_used = number
             self._units[number + 1].gather()
 
     def _after(self, unit: Unit, module: torch.nn.Module, args: Any, output: Any) -> None:
         if not self._in_backward:
             unit.free()
-        if unit.name != EMBEDDING:  # its backward reads no weight, and its gradient comes when all uses are summed
+        if unit.name != EMBEDDING:  # its backward reads no weight, and `_add_gradient` opens it for the gradient
             for tensor in _with_gradient(output):
                 tensor.register_hook(partial(self._on_gradient, unit))
 

@@ -8,11 +8,14 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class ShardRanks:
-    """The ranks that together hold one copy, in the order of their shards.
+    """The ranks that together hold one copy of the weights, in the order of their shards.
 
-    members: the process group; None: this rank holds everything
-    replicas: the ranks that hold copies of this rank's shard; None: no other rank does
-    made: the process groups among these two that `of` made
+    size      number of these ranks
+    rank      number of this rank among them, and of its shard
+    members   their process group; None: this rank holds everything
+    replica   number of this copy of the weights
+    replicas  the process group of the ranks that hold copies of this rank's shard; None: no other rank has a copy
+    made      those of these two process groups that `of` made
     """
 
     size: int

@@ -1,4 +1,4 @@
-"""Which weights are gathered, used and reduced together: the units of a model chunk."""
+"""Divides a model chunk into units: weights that are gathered together, and whose gradients are summed together."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -46,21 +46,21 @@ class Unit:
             self._gathers = [work for flat in self.flats if flat.frees_weights for work in flat.gather()]
 
     def make_whole(self) -> None:
-        """Make the weights whole; what is computed from now on finds them."""
+        """Gather the weights, and make the kernels that are queued from now on wait until they have arrived."""
         self.gather()
         for work in self._gathers or ():
             work.wait()
         self._gathers = []
 
     def publish(self) -> None:
-        """Send this rank's shards, which the optimizer has changed, to whole weights that stay in memory."""
+        """Gather whole weights that stay in memory again, after the optimizer has changed the shards."""
         kept = [flat for flat in self.flats if flat.is_trained and not flat.frees_weights]
         for work in [work for flat in kept for work in flat.gather()]:
             work.wait()
 
     def free(self) -> None:
         if self._gathers is not None:
-            self.make_whole()  # a message that is under way must not arrive in freed memory
+            self.make_whole()  # waits for the gather, which must not write into freed memory
             self._gathers = None
             for flat in self.flats:
                 flat.free_weights()
@@ -74,7 +74,7 @@ class Unit:
 
 
 class Reduction:
-    """Sums of a unit's gradients over ranks that are under way."""
+    """The sums of a unit's gradients over ranks, while they are computed."""
 
     def __init__(self, unit: Unit, parts: Sequence[tuple[FlatWeights, list[dist.Work], Tensor | None]]) -> None:
         self.unit, self._parts = unit, parts
@@ -88,6 +88,8 @@ class Reduction:
 
 
 def _alike(params: Sequence[torch.nn.Parameter]) -> Iterator[tuple[tuple[bool, bool, str], list[torch.nn.Parameter]]]:
+    """Yield (key, parameters) of parameters with the same key: (is of an expert, is trained, name of the dtype)."""
+
     def key(param: torch.nn.Parameter) -> tuple[bool, bool, str]:
         return not getattr(param, "allreduce", True), param.requires_grad, str(param.dtype)
 
@@ -98,9 +100,10 @@ def _alike(params: Sequence[torch.nn.Parameter]) -> Iterator[tuple[tuple[bool, b
 def units_of(chunk: Any, ranks: dict[bool, ShardRanks], *, keeps_weights: bool, grad_dtype: torch.dtype) -> list[Unit]:
     """The units of a model chunk (HiddenStatesGPT), in the order in which a forward pass uses them.
 
+    The embedding is a unit of its own, and so is the output weight.  If they are tied, the first and the last pipeline
+    stage then divide the weight in the same way.
+
     ranks: for dense weights (False) and for weights of experts (True)
-    The embedding, which a tied model also uses as output weight, and the output weight are units of their own, so that
-    the first and the last pipeline stage divide a tied weight in the same way.
     """
     modules: list[tuple[str, torch.nn.Module | None, list[torch.nn.Parameter]]] = []
     placed: set[int] = set()

@@ -20,8 +20,8 @@ from sft.probe.session import Session, session
 from sft.recipe.resolved import Recipe
 from sft.recipe.tokenizer import tokenizer_of
 
-_CHARACTERS = 60  # shown at each end of a text without --full
-_RUNS = 6  # runs shown at each end of a microbatch without --full
+_CHARACTERS = 60  # number of characters shown at each end of a text without --full
+_RUNS = 6  # number of runs shown at each end of a microbatch without --full
 
 
 def run(recipe: Recipe, layout: Layout, *, step: int, full: bool) -> ProbeReport:
@@ -46,18 +46,18 @@ def run(recipe: Recipe, layout: Layout, *, step: int, full: bool) -> ProbeReport
 
 def _missing(s: Session, expected: list[int], microbatches: list[Microbatch]) -> list[str]:
     """The problem if the packs of all ranks do not hold each sample of the global batch exactly once.  Collective."""
-    is_first = [s.groups.cp_group(mb.cp_size).rank == 0 for mb in microbatches]  # of the ranks that share the pack
+    is_first = [s.groups.cp_group(mb.cp_size).rank == 0 for mb in microbatches]  # so each pack counts once
     own = [sample for mb, counts in zip(microbatches, is_first) if counts for sample in mb.sample_ids]
     position = s.groups.dp_rank, s.groups.cp_rank
     by_position = dict(all_gather_objects(lambda: (position, own), s.groups.control))
     packed = sorted(sample for samples in by_position.values() for sample in samples)
     if packed == sorted(expected):
         return []
-    return [f"the packs of all ranks hold {len(packed)} samples, and not the {len(expected)} samples of the step"]
+    return [f"the packs of all ranks hold {len(packed)} samples, which are not the {len(expected)} samples of the step"]
 
 
 def _described(s: Session, tokenizer: ChatTokenizer, index: int, mb: Microbatch) -> dict[str, Any]:
-    """One microbatch on this rank in JSON's types, one entry for each run of consecutive positions."""
+    """One microbatch on this rank as values for JSON, with one entry for each run of consecutive positions."""
     tokens, labels, weights = (x[0].numpy() for x in (mb.tokens, mb.labels, mb.loss_weights))
     described, at = [], 0
     for document, start, stop in inputs.runs(mb):
@@ -98,10 +98,12 @@ def _label_text(tokenizer: ChatTokenizer, labels: np.ndarray, mask: np.ndarray) 
 
 
 def _lines(part: dict[str, Any], *, full: bool) -> Iterator[str]:
-    """dp rank 0, cp rank 1, microbatch 1: CP size 2, 32 of 64 tokens, 1 documents
-    document 0 (chat.jsonl:3, 61 tokens, padded to 64), positions 16 to 47
-      tokens  ser⏎2 + 2?<|im_end|>
-      labels  (20 not supervised) [[4<|im_end|>]]
+    """Yield the lines that show one microbatch, a value of `_described`.
+
+    dp rank 0, cp rank 1, microbatch 1: CP size 2, 32 of 64 tokens, 1 documents
+      document 0 (chat.jsonl:3, 61 tokens, padded to 64), positions 16 to 47
+        tokens  ser⏎2 + 2?<|im_end|>
+        labels  (20 not supervised) [[4<|im_end|>]]
     """
     bounds, runs = part["cu_seqlens"], part["runs"]
     yield (

@@ -25,9 +25,9 @@ class _Part:
 
     location: tuple[int, int, int]  # dp rank, microbatch, cp rank
     cp_size: int  # number of ranks that share the pack
-    digest: str  # of every tensor
-    runs: list[tuple[int, int, int]]  # document, first token in it and end of each run of consecutive tokens
-    sizes: list[int]  # padded tokens of each document of the pack
+    digest: str  # a hash of all tensors
+    runs: list[tuple[int, int, int]]  # see `runs`
+    sizes: list[int]  # number of tokens of each document of the pack, with padding
     problems: list[str]
 
 
@@ -62,7 +62,10 @@ def problems_of(
 
 
 def runs(mb: Microbatch) -> list[tuple[int, int, int]]:
-    """Document, first token in it and end of each run of consecutive tokens: [(0, 0, 16), (0, 48, 64), ...]"""
+    """(document, first, end) of each run of consecutive tokens, which are tokens `first` to `end - 1` of the document.
+
+    Two blocks of a document of 64 tokens, which one rank holds with cp 2 -> [(0, 0, 16), (0, 48, 64)]
+    """
     documents, positions = mb.documents[0].numpy(), in_documents(mb)
     starts = np.flatnonzero((np.diff(documents, prepend=-1) != 0) | (np.diff(positions, prepend=-1) != 1))
     stops = [*starts[1:], len(positions)]
@@ -79,7 +82,7 @@ def _local_problems(mb: Microbatch, samples: Sequence[Sample], name_of: NameOf) 
     """The faults of one microbatch on one rank, one line for each kind."""
     documents, positions, labels = mb.documents[0].numpy(), in_documents(mb), mb.labels[0].numpy()
     tokens, supervised = mb.tokens[0].numpy(), mb.loss_mask[0].numpy()
-    sizes = np.diff(mb.cu_seqlens.numpy())[documents]  # [t], as are all arrays below
+    sizes = np.diff(mb.cu_seqlens.numpy())[documents]  # [t]: the size of each token's document, with padding
     of_samples = [[len(s.tokens)] if s.tree is None else np.diff(s.tree.starts).tolist() for s in samples]
     real_lengths = [length for of_sample in of_samples for length in of_sample]
     lengths = np.array(real_lengths + [0] * (len(mb.lengths) - len(real_lengths)))
@@ -113,9 +116,10 @@ def _local_problems(mb: Microbatch, samples: Sequence[Sample], name_of: NameOf) 
 
 
 def _following(first_tokens: np.ndarray, masks: np.ndarray, mb: Microbatch) -> np.ndarray:
-    """The token that each token of the samples predicts, by index in the tokens of all samples; -1: none.
+    """For each token of all samples, the index of the token that it predicts, among the same tokens; -1: no token.
 
-    It is the next token of its document.  If that is not supervised, it is the first token of a branch that is.
+    It is the next token of the same document.  If that token is not supervised, and the first token of a branch that
+    begins there is, it is the first token of the branch.
     """
     following = np.arange(1, len(masks) + 1)
     following[first_tokens[1:] - 1] = -1
@@ -131,7 +135,7 @@ def _following(first_tokens: np.ndarray, masks: np.ndarray, mb: Microbatch) -> n
 
 
 def _disagreements(parts: Sequence[_Part]) -> Iterator[str]:
-    """Faults that only show when all ranks are compared: a pack must exist exactly once over its cp ranks."""
+    """Yield faults that only a comparison of all ranks shows: each token of a pack must be on exactly one cp rank."""
     by_pack: dict[tuple[int, int, range], dict[int, _Part]] = {}
     for part in parts:
         dp_rank, index, cp_rank = part.location

@@ -1,15 +1,15 @@
-"""Does one document of a pack change anything in the others?
+"""Checks that no document of a pack has an effect on the others.
 
-The probe replaces token ids of one document of a real pack, keeping all lengths:
+The probe replaces token ids of one document of a real pack, and keeps all lengths.  It does this twice:
 
-    whole  all tokens of the document are replaced; nothing may change in any other document
-    end    its last quarter is replaced; nothing may change in other documents, nor in its own earlier tokens
+    whole  all tokens of the document are replaced.  Nothing may change in other documents
+    end    the last quarter is replaced.  Nothing may change in other documents, or in the document's earlier tokens
 
 Branches that continue replaced tokens may change.  The parent of a replaced branch and its siblings may not.
 
-Hidden states after every layer and losses must be bitwise equal at every token that may not change.  In the other
-direction, the sum of the losses of these tokens must have a gradient of exactly 0 at every token that was replaced.
-Every token that has a next token in its document has a loss here, supervised or not.
+At every token that may not change, the hidden states after every layer and the loss must be bitwise equal.  In
+backward, the sum of the losses of these tokens must have a gradient of exactly 0 at all other tokens.  In this probe
+every token that has a next token in its document has a loss, whether it is supervised or not.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,9 +31,9 @@ from sft.probe.report import ProbeReport
 from sft.probe.session import Session, model, session
 from sft.recipe.resolved import Recipe
 
-# Relative change above which a token counts as changed.  A dense model computes each token from its own document, in
-# matrix products whose shapes do not depend on token ids, so nothing may change.  The matrix products of an expert have
-# as many rows as tokens chose the expert, and another number of rows may be rounded in another order.
+# Relative change above which a token counts as changed.  In a dense model, the shapes of the matrix products do not
+# depend on token ids, so nothing may change.  In a model with experts, the product of an expert has one row for each
+# token that chose the expert.  With another number of rows, a kernel may add in another order and round differently.
 DENSE = 0.0
 EXPERTS = {"fp32": 1e-5, "bf16": 3e-2}
 
@@ -58,7 +58,7 @@ class Subject:
     def stays(self, first: int) -> Tensor:
         """bool [t]: the tokens that may not change if the document is replaced from its token `first` on."""
         mb = self.microbatch
-        limits = np.full(len(mb.lengths), np.iinfo(np.int64).max)  # of each document, the first token that may change
+        limits = np.full(len(mb.lengths), np.iinfo(np.int64).max)  # the first token of each document that may change
         limits[self.document] = first
         if mb.branches is not None:
             for document in np.flatnonzero(mb.branches.parents >= 0).tolist():
@@ -118,13 +118,13 @@ class Leak:
         )
 
 
-Observation = dict[int, tuple[Tensor, Tensor]]  # by layer: indices of local tokens [m], and float64 [m, n] of each
+Observation = dict[int, tuple[Tensor, Tensor]]  # {layer: (indices of local tokens [m], their sketches float64 [m, n])}
 
 
 def run(recipe: Recipe, layout: Layout, *, step: int, document: int | None) -> ProbeReport:
     """Probe one pack of step `step`, counted from 1, on every data-parallel rank.  Collective.
 
-    document: number of the document in its pack, counted from 0; None: the one in the middle
+    document: number of the document in its pack, counted from 0; None: the document in the middle of the pack
     """
     with session(_without_balancing_losses(recipe), layout) as s, model(s) as (engine, weights):
         subject = _choose(s, step, document)
@@ -164,8 +164,7 @@ def _without_balancing_losses(recipe: Recipe) -> Recipe:
 
 
 def _choose(s: Session, step: int, document: int | None) -> Subject:
-    """The pack with most documents among the packs of the cp ranks with this dp rank, and its document `document`, or
-    the one in the middle.  With dynamic CP, all groups of the pack's CP size in this row compute it.  Collective."""
+    """The pack with most documents among the packs of this dp rank, all of whose cp ranks compute it.  Collective."""
     row = s.data.train.grid(step - 1)[s.groups.dp_rank * s.layout.cp :][: s.layout.cp]
     slot = max((slot for slots in row for slot in slots), key=lambda slot: len(slot.samples))
     samples = s.data.train.samples_of(slot)
@@ -190,7 +189,7 @@ def _describe(s: Session, subject: Subject) -> str:
 
 
 def _examine(s: Session, engine: Engine, subject: Subject) -> tuple[list[Leak], list[str]]:
-    """All leaks, and reasons why the probe's own answer proves nothing.  Equal on every rank.  Collective."""
+    """(leaks, reasons why the probe proves nothing even without a leak), equal on every rank.  Collective."""
     length = subject.length
     leaks: list[Leak] = []
     reached: set[int] = set()  # layers with a gradient
@@ -258,7 +257,10 @@ def _observe(engine: Engine, mb: Microbatch) -> Observation:
 def _forward_leaks(
     s: Session, subject: Subject, replaced: str, stays: tuple[Tensor, Tensor], base: Observation, changed: Observation
 ) -> Iterator[Leak]:
-    """stays: bool [t] each, the tokens that may not change, and those whose label is the same"""
+    """Yield the leaks of a forward pass: differences of `changed`, after tokens were replaced, from `base`.
+
+    stays: two tensors bool [t], the tokens that may not change, and the tokens whose label was not replaced
+    """
     model = s.config.model
     tolerance = EXPERTS[s.config.run.precision] if model.moe.num_experts else DENSE
     for layer, (tokens, values) in base.items():
@@ -271,7 +273,7 @@ def _forward_leaks(
 def _gradient_leaks(
     s: Session, engine: Engine, subject: Subject, replaced: str, first: int, reached: set[int]
 ) -> list[Leak]:
-    """Finds gradients at tokens that must have none, and adds every layer with a gradient to `reached`."""
+    """The leaks of a backward pass.  Adds the layers with a gradient to `reached`."""
     mb, stays = subject.microbatch, subject.stays(first)
     tokens = torch.arange(mb.tokens.shape[1])[rows_of(engine, mb.tokens.shape[1])]
     leaks: list[Leak] = []
@@ -290,7 +292,7 @@ def _gradient_leaks(
 def _leaks(
     s: Session, subject: Subject, direction: str, replaced: str, layer: int, tokens: Tensor, sizes: Tensor
 ) -> Iterator[Leak]:
-    """One leak for each document to which some of these local tokens belong."""
+    """Yield one leak for each document that has some of these local tokens."""
     documents = subject.microbatch.documents[0][tokens]
     counts = s.groups.tp_rank == 0 or s.layout.sequence_parallel  # otherwise all tp ranks hold the same tokens
     for document in documents.unique().tolist():
@@ -307,7 +309,7 @@ def _leaks(
 
 
 def _merged(leaks: Iterable[Leak]) -> list[Leak]:
-    """The leaks of all ranks in the order of computation: forward up through the layers, gradients down."""
+    """The leaks of all ranks, one for each layer of a document, in the order in which the layers compute."""
     merged: dict[tuple[object, ...], Leak] = {}
     for leak in leaks:
         order = leak.layer if leak.direction == "forward" else -leak.layer

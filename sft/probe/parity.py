@@ -1,7 +1,8 @@
-"""Do two layouts, or two backends, compute the same loss and the same gradients from the same global batch?
+"""Compares the loss and the gradients that two layouts, or two backends, compute from the same global batch.
 
-Both run in the same processes, one after the other.  The ranks divide the gradients of the first layout among them and
-keep them in host memory: 4 bytes per parameter over all ranks together.  They compare them with the second layout's.
+Both layouts run in the same processes, one after the other.  The gradients of the first layout are divided among the
+ranks and kept in host memory, which takes 4 bytes per parameter over all ranks together.  Then each rank compares its
+share with the gradients of the second layout.
 """
 
 import math
@@ -38,9 +39,9 @@ class LayoutTolerance:
     hidden: float  # norm of the difference over the norm of the hidden states, per layer
 
 
-# fp32: ten times what the tests allow small models (docs/concepts/numerics.md), since deep models round more often.
+# fp32: ten times what the tests allow small models (docs/concepts/numerics.md), because deep models round more often.
 # bf16: a number has 8 significant bits, so a rounding changes it by up to 0.4%.  Layouts round at different places.
-# fp8: e4m3 has 4 significant bits, a rounding of up to 6%; not measured.
+# fp8: a number of type e4m3 has 4 significant bits, so a rounding changes it by up to 6%.  The values are not measured.
 TOLERANCES = {
     "fp32": LayoutTolerance(loss=1e-5, grad_norm=1e-5, gradient=1e-4, hidden=1e-4),
     "bf16": LayoutTolerance(loss=2e-3, grad_norm=2e-2, gradient=1e-1, hidden=5e-2),
@@ -91,8 +92,8 @@ def run(recipe: Recipe, layout: Layout, against: Recipe, against_layout: Layout,
         second = _run(s, engine, weights, step - 1)
         if first.samples != second.samples:
             raise ConfigError(
-                f"--against changes the data: step {step} has {len(first.samples)} samples, and then other "
-                f"{len(second.samples)}.  Leave out the keys that change the samples or their order."
+                f"--against changes the data: step {step} has {len(first.samples)} samples, but {len(second.samples)} "
+                "other samples with --against.  Leave out the keys that change the samples or their order."
             )
         parameters = _compare_gradients(s, engine, gradients)
     precisions = ("fp8" if r.config.run.fp8 else r.config.run.precision for r in (recipe, against))
@@ -128,13 +129,15 @@ def _run(s: Session, engine: Engine, weights: str, step: int) -> Pass:
 
 
 def _hidden(s: Session, engine: Engine, microbatches: Sequence[Microbatch], samples: list[int]) -> Tensor:
-    """The value of `Pass.hidden`.  Each token's sketch is added with a sign that depends only on the token's position,
-    so that differences of tokens do not cancel.  Padding is left out, because layouts may pad differently.  Collective.
+    """The value of `Pass.hidden`.  Collective.
+
+    Each token's sketch is added with a sign, which is random but depends only on the token's position, so that the
+    differences of two tokens do not cancel.  Padding is left out, because layouts may pad differently.
     """
     signs = torch.randint(0, 2, (s.config.data.seq_length,), generator=torch.Generator().manual_seed(0)) * 2.0 - 1.0
     order = {sample: index for index, sample in enumerate(samples)}
     table = torch.zeros(s.config.model.num_layers + 1, len(samples), SKETCH_SIZE, dtype=torch.float64)
-    num_processed = dict[int, int]()  # microbatches, by layer
+    num_processed = dict[int, int]()  # {layer: number of microbatches}
     counts = s.groups.tp_rank == 0 or s.layout.sequence_parallel  # otherwise the tp ranks hold the same tokens
 
     def add(layer: int, hidden: Tensor) -> None:
@@ -156,9 +159,10 @@ def _hidden(s: Session, engine: Engine, microbatches: Sequence[Microbatch], samp
 
 
 def _whole_gradients(engine: Engine) -> Iterator[tuple[str, Tensor | None]]:
-    """Every parameter by name, in the same order on all ranks and layouts, with its whole gradient: fp32 on the CPU.
+    """Yield (name, whole gradient) of each parameter, in the same order on all ranks and layouts.
 
-    Rank n modulo the number of ranks gets the n-th gradient, and other ranks get None.  Every step is collective.
+    The gradient is fp32, on the CPU.  Only one rank gets the gradient of a parameter, in turn; the others get None.
+    Each step of the iterator is collective.
     """
     control, rank = engine.groups.control, engine.groups.rank
     local: dict[str, list[Tensor]] = {}

@@ -1,4 +1,4 @@
-"""The result of a probe: details for a person, one verdict, and the same facts for programs."""
+"""The result of a probe: details for the user, one verdict, and the same facts as JSON."""
 
 import json
 import os
@@ -16,9 +16,10 @@ from sft.files.atomic_files import replace_text
 class ProbeReport:
     """The result of a probe, equal on all ranks.
 
-    problems  what the probe found; empty: the probe passed
+    problems  the problems that the probe found; empty: the probe passed
     checked   what was checked, for the verdict of a probe that passed
-    lines     details for a person; facts: details for --json
+    lines     details for the user
+    facts     details for --json
     """
 
     probe: str
@@ -29,7 +30,7 @@ class ProbeReport:
 
     @property
     def verdict(self) -> str:
-        """`leak: PASS: what was checked`    or    `leak: FAIL: the first problem (and 2 more)`"""
+        """One line: "leak: PASS: what was checked", or "leak: FAIL: the first problem (and 2 more)"."""
         if not self.problems:
             return f"{self.probe}: PASS: {self.checked}"
         more = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""
@@ -43,7 +44,7 @@ def check_path(path: Path | None) -> None:
 
 
 def publish(report: ProbeReport, path: Path | None) -> int:
-    """On rank 0 print the report, the verdict last, and write `path`.  Returns the exit code: 1 after FAIL."""
+    """On rank 0, print the report, with the verdict last, and write `path`.  Returns the exit code: 1 after FAIL."""
     if _is_rank0():
         Console(0, sys.stdout).say("\n".join([*report.lines, *(f"  {p}" for p in report.problems), report.verdict]))
         if path is not None:

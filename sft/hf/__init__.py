@@ -1,1 +1,1 @@
-"""Converts config.json and tensor names between Hugging Face and this trainer."""
+"""Reads Hugging Face models: config.json, tensor names and weight files, from a folder or from the hub."""

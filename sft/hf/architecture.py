@@ -1,7 +1,7 @@
 """Converts the keys of config.json, as transformers reads them, to the keys `model.*` of a recipe, and back.
 
-One error lists all values that our model does not support.  An export changes the original config.json only in keys
-whose values changed in the model, in the type of the weights, and in max_position_embeddings if packs were longer.
+One error lists all values that our model does not support.  An export copies the original config.json and changes only
+the keys whose values changed in the model, the type of the weights, and max_position_embeddings if packs were longer.
 """
 
 import json
@@ -28,7 +28,7 @@ from sft.hf.nested_config import located, put_back, text_part
 from sft.hf.quantization import Quantised, scheme_of
 from sft.hf.rotary import by_layer_type, rope_of, written
 
-_WRONG = (TypeError, KeyError, IndexError, AttributeError, ArithmeticError)  # of code that reads values of other types
+_WRONG = (TypeError, KeyError, IndexError, AttributeError, ArithmeticError)  # raised for values of a wrong type
 _LARGE = 1 << 63  # no float can hold some larger integers
 _MOST = {"num_layers": MOST_LAYERS, "moe.num_experts": MOST_EXPERTS}
 _REQUIRED = (  # keys that config.json must have if the family has them
@@ -122,7 +122,7 @@ def architecture(content: Mapping[str, Any], path: str) -> Architecture:
 
 @contextmanager
 def _reported(content: Mapping[str, Any], source: str, problems: list[str]) -> Iterator[None]:
-    """Append an error of code that reads the key `source` to `problems`."""
+    """A context manager that appends errors of code that reads the key `source` of config.json to `problems`."""
     try:
         yield
     except ValueError as wrong:
@@ -144,7 +144,7 @@ def _shown(value: Any) -> str:
 
 
 def _rope(content: Mapping[str, Any], family: Family, problems: list[str]) -> dict[str, Any]:
-    """The values of the keys below `model.rope`.  Appends what is not supported to `problems`."""
+    """The values of the keys below `model.rope`.  Appends a line to `problems` for each unsupported setting."""
     has_rope = content.get("rope_scaling") or content.get("rope_parameters")
     positions = content if has_rope else {**content, "rope_parameters": family.defaults.get("rope_parameters")}
     base = family.defaults.get("rope_theta", 10000.0)
@@ -163,7 +163,7 @@ def _rope(content: Mapping[str, Any], family: Family, problems: list[str]) -> di
 
 
 def _default_fraction(content: Mapping[str, Any], family: Family) -> float | None:
-    """The rotated fraction of each head if config.json has no partial_rotary_factor; None: whole heads"""
+    """The rotated fraction of a head without partial_rotary_factor; None: the family always rotates whole heads."""
     width, head = family.rope_width and content.get(family.rope_width), content.get(
         "head_dim", family.defaults.get("head_dim")
     )
@@ -209,12 +209,12 @@ def write_back(
 
 
 def _names_in(content: Mapping[str, Any], name: str, family: Family) -> list[str]:
-    """The names of a key that the file contains: its own name, its alias, or both."""
+    """The names under which `content` has the key `name`: this name, the family's alias of it, both, or none."""
     return [key for key in dict.fromkeys((name, family.aliases.get(name, name))) if key in content]
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys as groups: {"num_layers": 2, "rope.base": 1e6} -> {"num_layers": 2, "rope": {"base": 1e6}}"""
+    """Turn dotted keys into groups: {"num_layers": 2, "rope.base": 1e6} -> {"num_layers": 2, "rope": {"base": 1e6}}"""
     tree: dict[str, Any] = {}
     for key, value in values.items():
         group, _, name = key.rpartition(".")
@@ -243,7 +243,8 @@ def _options(content: Mapping[str, Any], family: Family) -> list[str]:
     if other:
         problems.append(f"layer_types has {other[0]}; only {' and '.join(supported)} is supported")
     names = content.get("architectures")
-    # Files may name the class of the model's own code: KimiK25..., not Kimi_K25...; ExaoneMoE..., not ExaoneMoe...
+    # The code in a model's repository may spell the class otherwise than transformers: KimiK25... for Kimi_K25...,
+    # ExaoneMoE... for ExaoneMoe...
     if names and _plain(names) != _plain([family.class_name]):
         problems.append(f"architectures = {_shown(names)}, but only {family.class_name} is supported")
     return problems
@@ -272,8 +273,9 @@ def _model(values: dict[str, Any], sources: Mapping[str, str], problems: list[st
 
 
 def _resolved(model: ModelConfig, vocab_size: int, family: Family) -> dict[str, Any]:
-    """The values of the family's keys, with derived values, and without rotary keys that have no effect.
+    """The values of `model` for the keys that the family has in config.json.
 
+    Keys that a recipe may omit have their derived values.  "rope" has the rotary keys as config.json writes them.
     vocab_size: the size of the vocabulary if `model` has none
     """
     derived = {
@@ -282,12 +284,9 @@ def _resolved(model: ModelConfig, vocab_size: int, family: Family) -> dict[str, 
         "vocab_size": model.vocab_size or vocab_size,
         "moe.ffn_hidden_size": model.resolved_expert_ffn,
     }
-    if "moe.ffn_hidden_size" not in {
-        *family.keys,
-        *family.computed,
-    }:  # a family without this key has one MLP width only
-        derived["ffn_hidden_size"] = model.resolved_expert_ffn
     keys = (*family.keys, *family.computed)
+    if "moe.ffn_hidden_size" not in keys:  # a family without this key has one MLP width only
+        derived["ffn_hidden_size"] = model.resolved_expert_ffn
     own = {key: derived[key] if key in derived else attrgetter(key)(model) for key in keys}
     return own | {"rope": written(model.rope, family, is_new=True)}
 

@@ -1,8 +1,8 @@
 """Dequantises FP8 weights to the type of the model while they are read.
 
-A weight is the stored FP8 value times the scale of its matrix, row or block.  The folder shows its readers the names,
-shapes and types of the model before it was quantised, without scales of weights and activations.  `quantization.py`
-says what config.json may contain.
+A weight is the stored FP8 value times the scale of its matrix, row or block.  Readers of the folder see the names,
+shapes and types of the model before it was quantised, and no scales.  `quantization.py` defines which
+quantization_config is supported.
 """
 
 import math
@@ -79,7 +79,10 @@ class DequantisedFolder(SafetensorsFolder):
 
 
 def _fits(scale: StoredTensor, tensor: StoredTensor, block: tuple[int, int] | None) -> bool:
-    """Whether `scale` has one element per block; without blocks, one per tensor, per matrix, or per row."""
+    """Whether `scale` has the shape of the scales of `tensor`: one element per block of `block` rows and columns.
+
+    If `block` is None: one element per tensor, per matrix or per row.
+    """
     if scale.dtype not in DTYPES or len(tensor.shape) < 2:
         return False
     *outer, rows, columns = tensor.shape

@@ -2,9 +2,10 @@
 
 A rule names one tensor of our model, and the parts of Hugging Face tensors that it consists of.  `layers/weights.py`
 has our names, and explains the letters of a shape.  If all layers are of one kind, one tensor of ours has all layers
-along its first axis.  Otherwise each layer has its own tensors.  The experts of a layer are always stacked.
+along its first axis.  Otherwise each layer has its own tensors.  One tensor of ours has all experts of a layer.
 
-`TensorMapping.spans` gives the offsets of Hugging Face rows in our tensor.  `families/` declares the families.
+`TensorMapping.spans` gives the rows of our tensor that come from each Hugging Face tensor.  `families/` declares the
+families.
 """
 
 import re
@@ -76,7 +77,7 @@ class MtpBlock:
 
 @dataclass(frozen=True)
 class RowSpan:
-    """`num_rows` rows of one view, from the view's row `start` on.  In our tensor these rows start at row `target`."""
+    """Copies `num_rows` rows of a view, from its row `start` on, to our tensor, from row `target` on."""
 
     source: int | None  # index of the view in `TensorMapping.sources`; None: rows of zeros
     start: int
@@ -86,7 +87,7 @@ class RowSpan:
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """One layer and expert of one of our tensors, and the views of Hugging Face tensors that this part consists of."""
+    """The part of one of our tensors for one layer and expert, and the Hugging Face views of which it consists."""
 
     key: str
     layer: int | None  # counted from 0; None: the tensor is outside of layers
@@ -163,7 +164,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # key of config.json -> supported values
     lacks: Mapping[str, str] = field(default_factory=dict)  # key of `options` -> what our model lacks for other values
-    scalings: tuple[str, ...] = ("none", "linear", "llama3", "yarn")  # rope.scaling that transformers supports for it
+    scalings: tuple[str, ...] = ("none", "linear", "llama3", "yarn")  # rope.scaling that transformers supports
     other_rules: tuple[tuple[Rule, ...], ...] = ()  # alternative rules, for files with other names or shapes
     # Whether the keys of the language model are in the group text_config of config.json.
     text_config: Literal["none", "required", "optional"] = "none"
@@ -214,8 +215,9 @@ class Family:
         return next(rule.views[0].name for rule in self.rules if rule.is_head)
 
     def stored_as(self, shapes: Mapping[str, tuple[int, ...]], model: ModelConfig, vocab_size: int) -> "Family":
-        """The family with the rules that fit the files: `rules`, or one of `other_rules`.  If none fits, with `rules`.
+        """The family with the rules that fit the stored tensors as its `rules`: its own, or one of `other_rules`.
 
+        If none fits, returns the family unchanged.
         shapes: the shapes of all stored tensors, by name
         """
         for rules in (self.rules, *self.other_rules) if self.other_rules else ():
@@ -249,7 +251,7 @@ class Family:
         return [rule for rule in rules if not rule.needs or attrgetter(rule.needs)(model)]
 
     def copies(self, model: ModelConfig) -> dict[str, str]:
-        """Name of each tensor that files may store in addition -> name of the tensor with the same values."""
+        """The tensors that files may store in addition: name -> name of the trained tensor with the same values."""
         head = self.embedding if model.tie_embeddings else self.head
         copies = {self.head: head} if model.tie_embeddings else {}
         if model.has_mtp and self.mtp is not None:
@@ -263,14 +265,18 @@ class Family:
 def _mappings_of(
     rule: Rule, layer: int | None, model: ModelConfig, sizes: Mapping[str, int]
 ) -> Iterator[TensorMapping]:
-    """One mapping for each expert.  layer: None outside of the model's layers"""
+    """The mappings of a rule in one layer: one for each expert if the rule is of experts, else one.
+
+    layer: counted from 0; None outside of the model's layers
+    sizes: size for each letter of a shape
+    """
     # decoder.layers.mlp.linear_fc2.weight, layer 3 -> decoder.layers.3.mlp.linear_fc2.weight
     has_own_key = layer is not None and not model.stacks_layers
     key = rule.ours.replace(_LAYERS, f"{_LAYERS}{layer}.", 1) if has_own_key else rule.ours
     for expert in range(sizes["x"]) if rule.in_experts else (None,):
         axes = [(layer, model.num_layers)] if layer is not None and model.stacks_layers else []
         numbered = [*axes, *([(expert, sizes["x"])] if expert is not None else [])]
-        number = model.num_layers if layer is None else layer  # files number the block for multi-token prediction so
+        number = model.num_layers if layer is None else layer  # the number of the MTP block in files
         yield TensorMapping(
             key=key,
             layer=layer,
@@ -285,6 +291,7 @@ def _mappings_of(
 
 
 def _has(model: ModelConfig, layer: int | None, rule: Rule) -> bool:
+    """Whether the rule applies to a layer, counted from 0, of this mixer and MLP.  layer: None outside of layers"""
     number = (layer or 0) + 1
     mlp = model.mlp_kind_of(number)
     return layer is None or (rule.kind in (None, model.kind_of(number)) and rule.mlp in (None, mlp))

@@ -26,7 +26,8 @@ CONFIG = "config.json"
 IMPORTED = "hf"  # folder of config.json in an imported checkpoint, and in a run
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w.][\w./-]*))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# All files except weights that a model or a tokenizer needs.  Files in subfolders of a repository have other formats.
+# The files except weights that a model or a tokenizer needs.  Subfolders of a repository contain the model in other
+# formats.
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _IN_FOLDERS = ["*/*"]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -40,9 +41,10 @@ def is_hub_name(name: str) -> bool:
 
 
 def local_folder(name: str) -> Path:
-    """The folder with config.json and tokenizer, for a hub name, a folder, or an imported checkpoint (its folder hf/).
+    """The folder with config.json and tokenizer of the model `name`.
 
-    For a hub name, downloads all files except the weights.  Raises ConfigError if that fails.
+    For a hub name, downloads all files except the weights.  For an imported checkpoint, returns its folder hf/.
+    Raises ConfigError if the download fails.
     """
     if is_hub_name(name):
         return snapshot(name).folder

@@ -1,7 +1,8 @@
 """Reads the headers of safetensors files on the hub, so that `sft check` knows every tensor before a download.
 
 Only the bytes of the headers are requested.  They are written to sparse files of the same names.  Such a file has the
-size that its header gives, and can be opened like the real file.  It takes no space for values, and has none.
+size that its header gives, and can be opened like the real file, but contains no values and takes no disk space for
+them.
 """
 
 import json

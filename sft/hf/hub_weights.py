@@ -32,9 +32,9 @@ def is_offline() -> bool:
 
 
 def download_weights(snap: HubSnapshot) -> Path:
-    """Download the missing weights of a commit.  Returns the folder with all its files.
+    """Download the missing weights of a commit.  Returns the folder with all files of the commit.
 
-    Raises ConfigError if that fails, or if the repository has no safetensors files.
+    Raises ConfigError if the download fails, or if the repository has no safetensors files.
     """
     return Path(once_per_node(f"download {snap.name} {snap.commit}", lambda: str(_download(snap))))
 

@@ -1,4 +1,4 @@
-"""Finds the family of a model: the family of model.hf, or without model.hf a family with the same tensors."""
+"""Finds the family of a model: that of model.hf, or for a recipe without model.hf a family with the same tensors."""
 
 from operator import attrgetter
 
@@ -8,7 +8,7 @@ from sft.hf.family import Family
 from sft.hf.model_keys import PLAIN
 from sft.layers.weight import has_gate
 
-# Keys below `model` that add or move tensors, and their values in families whose tables do not name them.
+# Keys below `model` that add or move tensors -> their values in families that do not list them in keys or computed.
 _USUAL = {"full_attention.is_used": False} | {
     key: PLAIN[key]
     for key in (
@@ -21,7 +21,10 @@ _USUAL = {"full_attention.is_used": False} | {
 
 
 def model_family(model: ModelConfig) -> Family | None:
-    """The family of model.hf; without model.hf, the first family with the tensors of `model`; None if there is none."""
+    """The family of model.hf, or without model.hf the first family that has the tensors of `model`.
+
+    None if no family has these tensors.
+    """
     if model.pretrained is not None:
         return FAMILIES[model.pretrained.family]
 

@@ -1,4 +1,4 @@
-"""Keys below `model` that config.json expresses in another way, and keys that most families do not have."""
+"""Defines `Computed`, for model keys that config.json expresses in another way, and the model keys of few families."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from sft.config.model import MIXER_SECTIONS
 
 @dataclass(frozen=True)
 class Computed:
-    """A key below `model` that config.json expresses in another way.
+    """How to compute the value of one key below `model` from config.json, and the keys of config.json from the value.
 
     read: content of config.json -> the value.  Raises ValueError that says what is wrong
     write: the value and the number of layers -> the changed keys of config.json; {} if no recipe can change the value
@@ -24,14 +24,18 @@ class Computed:
 
 
 def is_true(content: Mapping[str, Any], key: str, default: bool) -> bool:
-    """Whether a key of config.json is true, which null is not.  Raises ValueError for other values, such as "false"."""
+    """Whether a key of config.json is true.  null counts as false.
+
+    default: the value if config.json has no such key
+    Raises ValueError for values other than true, false and null, such as the string "false".
+    """
     value = content.get(key, default)
     if value is not None and not isinstance(value, bool):
         raise ValueError(f"{key} = {json.dumps(value)} is neither true nor false")
     return bool(value)
 
 
-# Keys that most families do not have.  If the table of a family does not name a key, its models have the key's default.
+# Model keys that few families have -> their defaults.  Models have the default if their family does not name the key.
 PLAIN: dict[str, Any] = {
     key: leaves()[f"model.{key}"].default
     for key in (

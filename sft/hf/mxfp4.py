@@ -1,13 +1,13 @@
 """Dequantises MXFP4 experts (gpt-oss) to the type of the model while they are read.
 
 A block of 32 elements of a row is stored as 16 bytes and a scale.  Each byte has two elements of 4 bits.  The scale is
-one byte, the biased exponent of a power of 2.  The files have matrices [outputs, inputs].  The model in transformers,
-and an export, have the transposed matrices:
+one byte, the biased exponent of a power of 2.  The files have matrices [outputs, inputs].  transformers and exports
+have the transposed matrices:
 
     X_blocks uint8 [experts, rows, columns / 32, 16], X_scales uint8 [experts, rows, columns / 32]
     -> X [experts, columns, rows]
 
-The folder shows its readers the tensors X of the model before it was quantised.  Source of the format: OCP Microscaling
+Readers of the folder see the tensors X of the model before it was quantised.  Source of the format: OCP Microscaling
 Formats (MX) 1.0.
 """
 
@@ -68,9 +68,10 @@ class Mxfp4Folder(SafetensorsFolder):
 
 
 def dequantised(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The values: blocks uint8 [..., groups, 16], scales uint8 [..., groups] -> fp32 [..., groups * 32]
+    """The dequantised values, fp32 [..., groups * 32].
 
-    The lower four bits of a byte are its first element.  Byte 0x72 with scale 128 (a factor of 2) -> 2.0 and 12.0
+    blocks: uint8 [..., groups, 16]; scales: uint8 [..., groups]
+    The lower four bits of a byte are its first element: byte 0x72 with scale 128, a factor of 2 -> 2.0 and 12.0
     """
     pairs = fp4_pairs().index_select(0, blocks.flatten().to(torch.int32)).view(*blocks.shape[:-1], _SIZE)
     exponents = (scales.to(torch.int32) - EXPONENT_BIAS)[..., None]

@@ -67,7 +67,7 @@ def put_back(
 
 
 def located(content: Mapping[str, Any], key: str, family: Family) -> str:
-    """The key with the group in which it is, such as "text_config.hidden_size"."""
+    """The dotted name of a key in config.json: with its group, as in "text_config.hidden_size", or alone."""
     if family.text_config == "none" or _inner(content) is None or (key in _OUTER and key in content):
         return key
     return f"{_GROUP}.{key}"

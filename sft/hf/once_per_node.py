@@ -21,9 +21,9 @@ _IDENTITY = (
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
 )
 _SECONDS_TO_BEGIN = 300.0  # how long others wait until the process with LOCAL_RANK 0 begins
-_SECONDS_EARLIER = 60.0  # a result may be older than the process that reads it by this time
+_SECONDS_EARLIER = 60.0  # a process accepts results that were written up to this long before its own start
 _SECONDS_BETWEEN_LOOKS = 0.1
-_SECONDS_KEPT = 86_400.0
+_SECONDS_KEPT = 86_400.0  # older files of results are removed
 
 
 def once_per_node(task: str, work: Callable[[], str]) -> str:
@@ -87,6 +87,6 @@ def _file(task: str) -> Path:
         if time.time() - old.stat().st_mtime > _SECONDS_KEPT:
             old.unlink(missing_ok=True)
     parts = [os.environ.get(name, "") for name in _IDENTITY]
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # its value may be that of an earlier start
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # starts of torchrun may share the run ID, but not the parent process
         parts.append(str(os.getppid()))
     return folder / hashlib.sha256(json.dumps([task, *parts]).encode()).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""Dequantises weights of compressed-tensors in which a few numbers of a row share a scale, while they are read.
+"""Dequantises weights of compressed-tensors in which a group of numbers of a row shares a scale, while they are read.
 
     format                 number               scale                                         also stored
     pack-quantized         4 or 8 bits, int     floating point, per group of a row or row     weight_shape, zero points
@@ -6,9 +6,9 @@
     mxfp4-pack-quantized   4 bits, E2M1         exponent of 2 per 32 numbers
     mxfp8-quantized        8 bits, E4M3         exponent of 2 per 32 numbers
 
-Numbers of fewer than 8 bits are packed, the first one in the lowest bits.  The steps and their types are those of the
-package compressed-tensors, so the values are equal bit for bit.  The folder shows its readers the tensors of the model
-before it was quantised.  `quantization.py` says what config.json may contain.
+Numbers of fewer than 8 bits are packed, the first one in the lowest bits.  Every operation and its type are as in the
+package compressed-tensors, so the values are equal bit for bit.  Readers of the folder see the tensors of the model
+before it was quantised.  `quantization.py` defines which quantization_config is supported.
 """
 
 import math
@@ -24,7 +24,7 @@ from sft.hf.safetensors_files import DTYPES, SafetensorsFolder, StoredTensor, as
 from sft.hf.tensor_check import fold_by_layer
 
 _SCALE, _GLOBAL, _SHAPE, _ZERO = "weight_scale", "weight_global_scale", "weight_shape", "weight_zero_point"
-_WORD = 32  # bits of a stored integer
+_WORD = 32  # bits of a stored word, which contains several packed numbers
 # Types in safetensors of the stored numbers and of their scales, and an explanation of the tensors that must be there.
 _TYPES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "pack-quantized": (
@@ -148,7 +148,7 @@ class PackedFolder(SafetensorsFolder):
         return torch.ldexp(torch.ones(scale.shape), scale.to(torch.int32) - EXPONENT_BIAS).bfloat16()
 
     def _zero_point(self, module: str, rows: slice, groups: slice) -> torch.Tensor:
-        """The numbers that mean 0, [rows, groups].  They are packed along rows."""
+        """The zero points, [rows, groups]: numbers that stand for the value 0.  Files pack them along rows."""
         bits = self._scheme.num_bits
         start = rows.start * bits // _WORD
         words = super()._part(f"{module}.{_ZERO}", (slice(start, -(-rows.stop * bits // _WORD)), groups))
@@ -169,9 +169,9 @@ class PackedFolder(SafetensorsFolder):
 
 
 def unpacked(words: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """The integers in int32 words [rows, words] as int8 [rows, numbers].  num_bits: 4 or 8
+    """The integers that are packed in int32 words [rows, words], as int8 [rows, numbers].  num_bits: 4 or 8
 
-    The stored number 0 is the lowest one.  The word 0x0000_00F1 of 4 bits -> -7, 7, -8, -8, -8, -8, -8, -8
+    Numbers are stored with an offset of 2^(num_bits - 1).  0x0000_00F1, 4 bits -> -7, 7, -8, -8, -8, -8, -8, -8
     """
     octets = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # a view needs a stride of 1
     if num_bits == 4:

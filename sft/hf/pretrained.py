@@ -34,7 +34,10 @@ def read_pretrained(name: str, shown: str | None = None) -> tuple[Pretrained, Ar
 
 
 def model_keys(pretrained: Pretrained, model: Architecture) -> dict[str, tuple[Any, str]]:
-    """Value and source of each key: {"model.num_layers": (28, "models/Qwen3-0.6B/config.json, num_hidden_layers")}"""
+    """The value and the source of each model key that config.json determines.
+
+    {"model.num_layers": (28, "models/Qwen3-0.6B/config.json, num_hidden_layers"), ...}
+    """
     path = _config_of(pretrained.name, pretrained.folder, is_on_hub=pretrained.snapshot is not None)
     return {
         f"model.{key}": (value, f"{path}, {model.sources[key]}")
@@ -55,5 +58,5 @@ def tokenizer_folder(config: Config) -> Path | None:
 
 
 def _config_of(name: str, folder: Path, *, is_on_hub: bool) -> str:
-    """The name of config.json in messages."""
+    """The name of a model's config.json in messages."""
     return f"{name}/{CONFIG}" if is_on_hub else str(folder / CONFIG)

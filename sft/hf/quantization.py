@@ -1,8 +1,12 @@
 """Reads from `quantization_config` of a config.json how the weights of a quantised model are dequantised.
 
-Supported: `fp8` with one scale per block or per matrix (DeepSeek, Qwen3, Ministral 3), `mxfp4` (gpt-oss), and of
-`compressed-tensors` FP8 with one scale per matrix, row or block, and packed integers (Kimi-K2.5), NVFP4, MXFP4 and
-MXFP8.  Everything else is refused by name.  `dequantised.py`, `mxfp4.py` and `packed.py` dequantise the weights.
+Supported values of quant_method:
+
+    fp8                  one scale per block or per matrix (DeepSeek, Qwen3, Ministral 3)
+    mxfp4                experts of gpt-oss
+    compressed-tensors   FP8 with one scale per matrix, row or block; packed integers (Kimi-K2.5); NVFP4, MXFP4, MXFP8
+
+An error names everything else.  `dequantised.py`, `mxfp4.py` and `packed.py` dequantise the weights.
 """
 
 import json
@@ -15,7 +19,7 @@ _SUPPORTED = (
     "fp8 (one scale per block or matrix), mxfp4, and compressed-tensors with FP8 weights, integers of 4 or 8 bits "
     "(pack-quantized), NVFP4, MXFP4 or MXFP8 are supported"
 )
-# Accepted keys of `fp8`: this module reads them, the files show their meaning, or they do not affect stored weights.
+# Accepted keys of `fp8`.  Those that this module does not read do not change how stored weights are dequantised.
 _FP8_KEYS = {
     *("quant_method", "weight_block_size", "fmt", "activation_scheme", "modules_to_not_convert", "ignored_layers"),
     *("dequantize", "scale_fmt"),
@@ -27,9 +31,9 @@ _FLOATS = {
     "mxfp4-pack-quantized": (4, "float", "group", 32),
     "mxfp8-quantized": (8, "float", "group", 32),
 }
-_ORDERS = (None, False, "weight", "static")  # orders of columns in which weights are stored as they are used
-_RARE = ("group_size", "symmetric", "actorder", "block_structure")
-# Scales of activations, which are dropped, because only FP8 arithmetic needs them.
+_ORDERS = (None, False, "weight", "static")  # values of actorder with which columns are stored in their usual order
+_RARE = ("group_size", "symmetric", "actorder", "block_structure")  # keys that errors show only if they are set
+# Last parts of the names of scales of activations.  They are ignored, because only FP8 arithmetic needs them.
 ACTIVATION_SCALES = ("activation_scale", "input_scale", "output_scale")
 
 
@@ -45,7 +49,7 @@ class Scheme:
         return name + self.suffix
 
     def activation_scales_of(self, name: str) -> list[str]:
-        """q_proj.weight -> q_proj.activation_scale, ..."""
+        """The names that scales of activations may have: q_proj.weight -> q_proj.activation_scale, ..."""
         return [f"{name.rpartition('.')[0]}.{scale}" for scale in ACTIVATION_SCALES]
 
 
@@ -63,7 +67,7 @@ class Packed:
     format: str  # name of the format in compressed-tensors
     num_bits: int
     group: int | None  # number of elements of a group; None: the whole row
-    symmetric: bool  # whether the stored number 0 means 0; False: each group has a zero point
+    symmetric: bool  # whether the number 0 stands for the value 0; False: each group has a zero point
     dtype: str  # name in safetensors of the type that config.json gives the model
 
     @property
@@ -72,7 +76,7 @@ class Packed:
 
     @property
     def beside(self) -> tuple[str, ...]:
-        """Last parts of the names of tensors that each weight has beside its numbers and scales."""
+        """Last parts of the names of the tensors that a weight has in addition to its numbers and scales."""
         if self.format == "pack-quantized":
             return ("weight_shape",) if self.symmetric else ("weight_shape", "weight_zero_point")
         return ("weight_global_scale",) if self.format == "nvfp4-pack-quantized" else ()
@@ -82,7 +86,7 @@ Quantised = Scheme | Mxfp4 | Packed
 
 
 def scheme_of(content: Mapping[str, Any]) -> tuple[Quantised | None, list[str]]:
-    """The scheme of a config.json, and a list of problems.  No scheme: the weights are not quantised.
+    """How to dequantise the weights, and a list of problems.  None and no problems: the weights are not quantised.
 
     {"quant_method": "fp8", "weight_block_size": [128, 128]} -> Scheme(suffix="_scale_inv", block=(128, 128), ...), []
     """
@@ -118,7 +122,7 @@ def _unknown(config: Mapping[str, Any], known: Collection[str]) -> list[str]:
 
 
 def _compressed(config: Mapping[str, Any], dtype: str) -> tuple[Scheme | Packed | None, list[str]]:
-    """The scheme that all groups of compressed-tensors share, and the problems of these groups."""
+    """How to dequantise weights of compressed-tensors, and a list of problems.  All groups must have one scheme."""
     problems = [
         f"{QUANTIZATION}.{key} = {json.dumps(config[key])} is not supported"
         for key in ("kv_cache_scheme", "sparsity_config", "transform_config")

@@ -23,7 +23,7 @@ _READ: dict[str, tuple[str, ...]] = {  # kind of scaling -> keys that have the s
     "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "truncate"),
 }
 _REQUIRED = {"none": (), "proportional": (), "linear": ("factor",), "llama3": _READ["llama3"], "yarn": ("factor",)}
-# Keys, and the values at which they have no effect.  Our model does not support any other value of these keys.
+# Keys -> values with which they have no effect, so that they are accepted where the key is not read.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     _FRACTION: (None, 1.0),
     "truncate": (None, True),
@@ -93,13 +93,19 @@ def rope_of(
 
 
 def _is_of_latents(content: Mapping[str, Any], family: Family, fraction: Any) -> bool:
-    """Whether `fraction` is the rotated part of the queries of latent attention: 64 and 64 elements, 0.5 -> True"""
+    """Whether `fraction` is the rotated part of a query of latent attention, which its sizes already give.
+
+    {"qk_rope_head_dim": 64, "qk_nope_head_dim": 128}, 1 / 3 -> True
+    """
     sizes = [content.get(name, family.defaults.get(name)) for name in ("qk_rope_head_dim", "qk_nope_head_dim")]
     return family.has_latents and all(type(size) is int for size in sizes) and fraction == sizes[0] / sum(sizes)
 
 
 def _ratio(factor: Any, mscale: Sequence[float]) -> dict[str, float]:
-    """The attention factor of mscale and mscale_all_dim: factor 40, [1, 1] -> {"attention_factor": 1.0}"""
+    """The attention factor that yarn computes from mscale and mscale_all_dim: 40, [1, 1] -> {"attention_factor": 1.0}
+
+    factor: factor of the scaling; {} if it is missing or at most 1
+    """
     if not isinstance(factor, (int, float)) or factor <= 1:
         return {}
     above, below = (0.1 * number * math.log(factor) + 1.0 for number in mscale)
@@ -109,13 +115,12 @@ def _ratio(factor: Any, mscale: Sequence[float]) -> dict[str, float]:
 def by_layer_type(
     content: Mapping[str, Any], window_key: str, default_base: float, fraction: float | None
 ) -> tuple[dict[str, Any], dict[str, float], list[str]]:
-    """Split rope_parameters that have a group for each type of layer.
+    """Split rope_parameters that has one group for each type of layer.
 
-    Returns config.json with the group of full attention as rope_parameters, the values of `model.rope` that belong to
-    layers with a sliding window, and a list of problems.  If rope_parameters have no groups, their scaling applies to
-    full attention only.
+    Returns the content of config.json with the group of full attention as rope_parameters, the keys of `model.rope`
+    for layers with a sliding window, and a list of problems.  Without groups, a scaling applies to full attention only.
     window_key: key of the base of layers with a sliding window, in a config.json without groups
-    default_base: this base if the key is absent
+    default_base: the base of these layers if that key is absent
     fraction: see `rope_of`
     """
     groups = content.get("rope_parameters")

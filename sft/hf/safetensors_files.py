@@ -1,9 +1,9 @@
 """Reads rows of tensors from the safetensors files of a Hugging Face folder.
 
 The safetensors library checks the header of each file (sizes, gaps, overlaps, types, truncation) and maps the file into
-memory.  Rows are read from the disk only when they are requested.  This module decides which files belong to the
-folder, compares the files with their index, and limits the mapped memory.  Pages of a mapped file count as memory of
-the process until the file is unmapped.
+memory.  The system reads a row from the disk when the row is first used.  This module decides which files belong to the
+folder, compares the files with their index, and limits the mapped memory, because pages of a mapped file count as
+memory of the process until the file is unmapped.
 """
 
 import json
@@ -30,7 +30,7 @@ MAPPED_BYTES = 64 << 20  # all files are unmapped after this many bytes are read
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """Place, type and shape of one tensor in a file."""
+    """One tensor of a file: its place in the file, its type and its shape."""
 
     file: Path
     dtype: str  # name of the type in safetensors, which `DTYPES` may lack
@@ -40,8 +40,9 @@ class StoredTensor:
 
 
 class SafetensorsFolder:
-    """The tensors of a folder by name.  Raises CheckpointError that lists the problems of the files.
+    """The tensors of a Hugging Face folder.  Raises CheckpointError that lists the problems of the files.
 
+    tensors: the tensors by name, as readers see them
     requested_bytes: stored bytes of all values that were read so far
     dequantised: names of the tensors that are stored in the format `number_format`, and dequantised when read
     """
@@ -88,7 +89,7 @@ class SafetensorsFolder:
 
         target: [rows] or [rows, columns], of any type and on any device; its size gives the numbers of rows and columns
         first_column: the first column to read, if the rows have columns
-        index, transposed: read from the matrix tensor[index], or from its transpose
+        index: rows are read from the matrix tensor[index]; transposed: from its transpose
         Raises CheckpointError if the file has changed since it was opened.
         """
         tensor = self.tensors[name]
@@ -109,7 +110,10 @@ class SafetensorsFolder:
                 self.close()
 
     def raw_blocks(self, name: str, max_bytes: int) -> Iterator[memoryview]:
-        """The bytes of a tensor of any type, as an export writes them, in blocks of about `max_bytes`."""
+        """The bytes of a tensor of any type, as an export writes them, in blocks of about `max_bytes` bytes.
+
+        Raises CheckpointError if the file has become shorter.
+        """
         if name in self.dequantised:
             yield from map(bytes_of, self.blocks(name, max_bytes))
             return
@@ -123,7 +127,7 @@ class SafetensorsFolder:
                 yield memoryview(block)
 
     def blocks(self, name: str, max_bytes: int) -> Iterator[torch.Tensor]:
-        """Copies of the rows of a tensor, in blocks of about `max_bytes`."""
+        """Copies of the rows of a tensor, in blocks of about `max_bytes` bytes."""
         tensor = self.tensors[name]
         num_rows = tensor.shape[0]
         step = max(1, max_bytes * num_rows // max(1, tensor.num_bytes))

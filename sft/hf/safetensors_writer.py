@@ -1,7 +1,7 @@
 """Writes safetensors files tensor by tensor.
 
-The safetensors library writes a file in one call, which needs all tensors of the file in memory.  This module has one
-tensor in memory at a time, and writes the bytes itself.  Then safe_open checks the header of each complete file.
+The safetensors library writes a file in one call, which needs all tensors of the file in memory.  This module writes
+the bytes itself, and needs one tensor at a time.  At the end, safe_open checks the header of each file.
 """
 
 import hashlib
@@ -60,7 +60,9 @@ def write_tensors(
     stem      first part of the names of the files
     digested  names of tensors whose digests are returned
     advance   called with each tensor's size in bytes
-    Returns size and SHA-256 of each tensor file, which is flushed to disk, and the SHA-256 of the tensors `digested`.
+    shard_bytes: largest size of a file, unless one tensor is larger
+    Returns size and SHA-256 of each file, by name, and the SHA-256 of each tensor in `digested`.  The files are flushed
+    to disk.
     """
     files: dict[str, Entry] = {}
     digests: dict[str, str] = {}

@@ -1,10 +1,11 @@
-"""Sorts the tensors of a Hugging Face folder: trained, tied copy, passed through, or refused.
+"""Gives each tensor of a Hugging Face folder a role, or refuses it.
 
-Our tensors consist of the trained tensors.  A tied copy has the values of a trained tensor.  A tensor that is passed
-through stays as it is.  An export writes tensors of all three roles.  All other tensors are refused: one error lists
-them by name, together with missing tensors and wrong shapes and types.
+    trained          becomes a part of one of our tensors
+    tied copy        has the values of a trained tensor
+    passed through   is not trained; an export copies it unchanged
 
-`SafetensorsFolder` decides which files belong to the folder.  `Family` says which tensors a model has.
+An export writes tensors of all three roles.  One error lists all refused tensors, missing tensors, and wrong shapes and
+types.  `SafetensorsFolder` decides which files belong to the folder, and `Family` which tensors a model has.
 """
 
 from collections.abc import Mapping
@@ -48,7 +49,7 @@ class Source:
     content: Mapping[str, Any]  # content of config.json
     architecture: Architecture
     stored: SafetensorsFolder
-    mappings: list[TensorMapping]  # our tensors, and the stored tensors of which they consist
+    mappings: list[TensorMapping]  # how our tensors consist of the stored tensors
     manifest: Mapping[str, Expected]  # every tensor of the folder, as an export must write it
 
     def names(self, role: Role) -> list[str]:
@@ -120,7 +121,7 @@ def _sort(
     model: ModelConfig,
     compare: bool,
 ) -> dict[str, Role]:
-    """The role of every tensor by name.  Raises CheckpointError that lists what does not fit the model."""
+    """The role of every tensor by name.  Raises CheckpointError that lists all tensors that do not fit the model."""
     wanted = {tensor.name: tensor.shape for tensor in views_by_tensor(mappings)}
     roles: dict[str, Role] = {
         name: "trained" if name in wanted else "passed through"

@@ -14,8 +14,9 @@ Shape = tuple[int, ...]
 def check_tensors(
     stored: Mapping[str, Shape], wanted: Mapping[str, Shape], folder: str, *, other: Sequence[str] = ()
 ) -> None:
-    """Raise CheckpointError if names or shapes of the tensors differ, or if there are `other` problems.
+    """Raise CheckpointError if the tensors differ from the wanted ones in names or shapes, or if `other` is not empty.
 
+    stored, wanted: shape of each tensor by name; other: lines about other problems
     The error has up to 20 lines each for missing tensors, surplus tensors, wrong shapes, and `other`.
     """
     shapes: dict[tuple[Shape, Shape], list[str]] = {}
@@ -35,15 +36,16 @@ def check_tensors(
 
 
 def fold_by_layer(names: Iterable[str]) -> list[str]:
-    """The names in short form: model.layers.0.a, model.layers.1.a, model.b -> model.b; model.layers.*.a (layers 0-1)
+    """Join names that differ only in the numbers of layer and expert.
 
-    The experts of each layer are folded first, then the layers with the same experts: (layers 0-47; experts 0-127)
+    ["model.layers.0.a", "model.layers.1.a", "model.b"] -> ["model.b", "model.layers.*.a (layers 0-1)"]
+    Experts are joined within each layer, then layers with the same experts: (layers 0-47; experts 0-127)
     """
     return [name + numbers for name, numbers in _folded(names)]
 
 
 def _folded(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Each name with * for its numbers, and the numbers: ("model.layers.*.a", " (layers 0-1)")"""
+    """The parts of the lines of `fold_by_layer`: ("model.layers.*.a", " (layers 0-1)")"""
     experts: dict[tuple[str, str], list[str]] = {}  # by name and layer
     for name in names:
         layer, rest = _without_number(_LAYER, name)
@@ -60,19 +62,22 @@ def _folded(names: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def _without_number(pattern: re.Pattern[str], name: str) -> tuple[str, str]:
-    """(_LAYER, "model.layers.12.a") -> "12", "model.layers.*.a"; no number: "" and the name"""
+    """Replace the number that the pattern finds by *: (_LAYER, "model.layers.12.a") -> "12", "model.layers.*.a"
+
+    Returns "" and the name if there is no number.
+    """
     match = pattern.search(name)
     return (match[1], name[: match.start(1)] + "*" + name[match.end(1) :]) if match else ("", name)
 
 
 def _counted(noun: str, numbers: Iterable[str]) -> str:
-    """("layer", ["0", "1", "5"]) -> layers 0-1, 5; no numbers: an empty text"""
+    """The noun and its numbers as ranges: ("layer", ["0", "1", "5"]) -> layers 0-1, 5.  "" if there are no numbers."""
     ordered = sorted({int(number) for number in numbers if number})
     return f"{noun}{'s' if len(ordered) > 1 else ''} {_ranges(ordered)}" if ordered else ""
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Sorted numbers as ranges: [0, 1, 2, 5] -> 0-2, 5"""
+    """Write sorted numbers as ranges: [0, 1, 2, 5] -> 0-2, 5"""
     by_distance = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])  # equal for consecutive numbers
     runs = [[number for _, number in run] for _, run in by_distance]
     return ", ".join(first_few((str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs), _LINES))

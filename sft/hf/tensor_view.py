@@ -1,4 +1,4 @@
-"""Tensors as they are stored in Hugging Face files, and views of their rows.
+"""Defines views: parts of tensors as Hugging Face files store them.
 
 Names and shapes are those in the files.  transformers may use others in memory.  `sft/layers/weights.py` explains the
 letters of a shape.
@@ -75,14 +75,14 @@ class HfView:
 
     @property
     def step(self) -> int:
-        """Distance of neighbouring rows of a run in the matrix or in its transpose (see `rows_of_run`)."""
+        """The distance of successive rows of a run in the matrix, or in its transpose (see `rows_of_run`)."""
         return self._block_size if self._takes_turns else 1
 
     @property
     def rows_of_run(self) -> int:
-        """Number of rows of the view that are at equal distances in the matrix, and so can be read at once.
+        """The number of rows in a run: rows of the view at equal distances in the matrix, which one read covers.
 
-        The rows of one block; if the view has only one row of each block, all rows.
+        A run has the rows of one block.  If the view has only one row of each block, all its rows are one run.
         """
         return self.num_rows if self._takes_turns else self.rows_of_block
 
@@ -100,11 +100,11 @@ class HfView:
 class View:
     """An `HfView` in a rule, with placeholders in the name and letters in the shape.
 
-    shape: shape of the stored tensor.  "q+k+k h" has rows of queries, then keys, then values.  "X h e+e" is one matrix
-        for each expert, with columns of gate, then up.  The view takes the only element of the axes 0: "0 x" and
-        "0 0 x 0" are vectors.
-    part: number of the summand that the view contains.  ("q+k+k h", part=1) -> the rows of keys
-    blocks: letter for the number of blocks; each block has rows of all summands.  "": one block.
+    shape: shape of the stored tensor.  "q+k+k h" has rows of queries, then keys, then values.  "X h e+e" has one matrix
+        for each expert, with columns of gate, then up.  0 is an axis of size 1 that the view drops: "0 x" and "0 0 x 0"
+        are vectors.
+    part: which summand of the shape the view contains, counted from 0.  ("q+k+k h", part=1) -> the rows of keys
+    blocks: letter for the number of blocks.  Each block has rows of all summands.  "": one block.
         ("X e+e", part=1, blocks="e") -> the elements 1, 3, 5, ... for each expert
     """
 
@@ -119,13 +119,13 @@ class View:
         return self.shape.startswith("X")
 
     def _index(self, expert: int | None) -> tuple[int, ...]:
-        """The index of the matrix or vector in the tensor: that of the expert, or 0 for each of the first axes 0."""
+        """The index of the view's matrix or vector in the tensor: the expert, or a 0 for each leading axis "0"."""
         if self.stacks_experts and expert is not None:
             return (expert,)
         return tuple(0 for _ in takewhile("0".__eq__, self.shape.split()))
 
     def of(self, layer: int | None, expert: int | None, sizes: Mapping[str, int]) -> HfView:
-        """The view of this layer and expert.  sizes: the size for each letter"""
+        """The view for a layer and an expert, both counted from 0.  sizes: the size for each letter of the shape"""
         axes = [[sizes[letter] for letter in axis.split("+")] for axis in self.shape.split()]
         index = self._index(expert)
         parts = axes[-1] if self.transposed else axes[len(index)]

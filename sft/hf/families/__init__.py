@@ -1,7 +1,7 @@
 """The table of families: one `Family` for each supported `model_type`.
 
-`rules.py` and `windows.py` have what families share.  `sft/layers/weights.py` explains the letters of a shape.  These
-files declare families:
+`rules.py` defines the rules, keys and options that families share, and `windows.py` reads the layers with a window.
+`sft/layers/weights.py` explains the letters of a shape.  These files declare families:
 
     llama.py                             layers like those of Llama, Mixtral and Qwen
     variants.py, gemma.py, gemma4.py     layers that compute more
@@ -17,7 +17,7 @@ files declare families:
     nemotron.py                          layers that are only a mixer or only an MLP
     vision.py                            a vision tower beside a language model of another family
 
-`unsupported.py` says what other families need.
+`unsupported.py` lists what our model lacks for other families.
 """
 
 from collections.abc import Mapping
@@ -68,9 +68,9 @@ FAMILIES = {
 
 
 def family_of(content: Mapping[str, Any]) -> Family | None:
-    """The family that config.json names; None if it is not supported.
+    """The family that `content`, the content of config.json, names; None if the family is not supported.
 
-    Families with a vision tower may allow several types of language model, which text_config names.
+    A model_type with a vision tower may have several families, one for each model_type in text_config.
     """
     inner = content.get("text_config")
     text_type = inner.get("model_type") if isinstance(inner, dict) else None

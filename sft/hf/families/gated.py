@@ -1,11 +1,11 @@
-"""Declares families whose output gate of attention has a projection of its own: Muse Glimmer, and AFMoE (Trinity).
+"""Declares families that compute the output gate of attention with a separate projection: Muse Glimmer and AFMoE.
 
 Layers of these families have norms before and after attention and MLP.  Layers without a window have no rotary
 positions.
 
     Muse Glimmer   norms of queries, keys and embeddings have no weights; queries times a factor; the norm after the
                    last layer has no offset; norms on outputs have an epsilon of their own; logits times a factor
-    AFMoE          routers with sigmoid scores, shared experts and dense first layers
+    AFMoE          (Trinity) routers with sigmoid scores, shared experts and dense first layers
 """
 
 from collections.abc import Mapping
@@ -46,12 +46,16 @@ def gated_apart(model: str = "model") -> tuple[Rule, ...]:
 
 
 def _from_last(number: int, count: int) -> bool:
-    """Whether this layer, from 1, is the last one, or a multiple of four layers before it."""
+    """Whether layer `number` of `count`, counted from 1, is the last one, or a multiple of four layers before it."""
     return (count - number) % 4 == 0
 
 
 def _windows() -> dict[str, Computed]:
-    """Windows of 2048 tokens in all layers but the last one and every fourth before it, unless layer_types says."""
+    """The computed keys sliding_window and sliding_window_layers of Muse Glimmer.
+
+    Without layer_types, all layers have a window except the last one and every fourth layer before it.  Without
+    sliding_window, windows have 2048 tokens.
+    """
     usual = all_but_every(4, default=2048)
 
     def filled(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,9 +71,10 @@ def _windows() -> dict[str, Computed]:
 
 
 def _skipped_layers(content: Mapping[str, Any]) -> list[int]:
-    """The layers without rotary positions, from 1, whose base is 0: "layer_rope_theta": [1e4, 0, 1e4] -> [2]
+    """The layers without rotary positions, counted from 1: "layer_rope_theta": [1e4, 0, 1e4] -> [2]
 
-    Layers with positions have the base of rope_parameters: transformers reads here only whether a number is 0.
+    They have 0 in layer_rope_theta.  All other layers take their base from rope_parameters, as in transformers, which
+    only compares layer_rope_theta with 0.
     """
     count, bases = content.get(_COUNT), content.get(_BASES)
     if type(count) is not int or count < 1:
@@ -169,7 +174,7 @@ def _afmoe_rules() -> tuple[Rule, ...]:
 
 
 def _afmoe_without_positions(content: Mapping[str, Any]) -> list[int]:
-    """The layers without a window, from 1."""
+    """The layers without a window, counted from 1.  AFMoE has no rotary positions in them."""
     if content.get("sliding_window", 1024) is None:
         raise ValueError("sliding_window = null is not supported; transformers refuses layers without its size")
     count = content.get(_COUNT)

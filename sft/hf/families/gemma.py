@@ -1,7 +1,8 @@
-"""Declares Gemma 1 to 3: GeGLU and a scaled embedding; from Gemma 2 on norms after each block, soft caps, and windows.
+"""Declares Gemma 1 to 3: GeGLU and a scaled embedding; from Gemma 2 on also norms after attention and MLP, and windows.
 
-transformers computes the factor of the embedding from hidden_size, and rounds it to the precision of the weights.  From
-Gemma 2 on, it computes the factor of query-key products from query_pre_attn_scalar.
+Gemma 2 has soft caps, and Gemma 3 has norms on queries and keys.  transformers computes the factor of the embedding
+from hidden_size, and rounds it to the precision of the weights.  From Gemma 2 on, it computes the factor of query-key
+products from query_pre_attn_scalar.
 """
 
 import math
@@ -20,7 +21,10 @@ _NORM = "pre_feedforward_layernorm"
 
 
 def root(key: str, default: float | None, power: float) -> Computed:
-    """A computed value: `key` of config.json to the `power`, 1/2 or -1/2.  An export never changes the key."""
+    """A computed value: the number `key` of config.json, raised to `power`.  An export does not write the key.
+
+    default: the number if config.json has no `key`; None: config.json must have it
+    """
 
     def read(content: Mapping[str, Any]) -> float:
         value = content.get(key, default)

@@ -1,13 +1,15 @@
-"""Declares Gemma 4: layers without a window have other head sizes, and their keys may be values; layers have a scalar.
+"""Declares Gemma 4, whose layers without a window have heads of another size.
 
-    layers        heads                  values                               rotary positions
-    with window   head_dim               unscaled norm of v_proj              whole heads, base 1e4
-    without       per_layer_config, or   unscaled norm of k_proj, if          a quarter of the frequencies, base 1e6
-                  global_head_dim, ...   attention_k_eq_v; else of v_proj
+    layers with a window      values: v_proj, and a norm without weights
+                              rotary positions on whole heads, base 1e4
+    layers without a window   values: k_proj if attention_k_eq_v is true, else v_proj; then a norm without weights
+                              rotary positions with a quarter of the frequencies, base 1e6
 
-Files that transformers wrote give the head sizes of layers without a window in `per_layer_config`.  Other files have
-keys with `global` for them.  The weights of norms are factors, not offsets from 1.  With enable_moe_block, the outputs
-of experts and MLP are added (26B-A4B).  Models with an embedding for each layer (E2B, E4B) are not supported.
+The keys head_dim and num_key_value_heads describe layers with a window.  For the others, files that transformers wrote
+have `per_layer_config`, and other files have global_head_dim and num_global_key_value_heads.  The output of each layer
+is multiplied by a stored scalar.  The weights of norms are factors, not offsets from 1.  With enable_moe_block
+(26B-A4B), the outputs of experts and MLP are added.  Models with an embedding for each layer (E2B, E4B) are not
+supported.
 """
 
 from collections.abc import Mapping
@@ -55,7 +57,8 @@ def _full_layers(content: Mapping[str, Any]) -> list[int]:
 def _own_size(content: Mapping[str, Any], name: str) -> int | None:
     """The value of `name` in per_layer_config, which must be equal in all layers without a window; None if absent.
 
-    per_layer_config {"3": {"head_dim": 512}}, 4 layers, the last one without a window; name head_dim -> 512
+    Example: layer 3, counted from 0, is the only layer without a window, and name is "head_dim":
+    {"per_layer_config": {"3": {"head_dim": 512}}, ...} -> 512
     """
     by_layer = content[_BY_LAYER] or {}
     is_group = isinstance(by_layer, dict) and all(number.isdecimal() for number in by_layer)
@@ -75,7 +78,11 @@ def _own_size(content: Mapping[str, Any], name: str) -> int | None:
 
 
 def _size_of_full_layers(names: tuple[str, str], default: int | None) -> Computed:
-    """A computed size of layers without a window.  names: its key in per_layer_config, and in files without that"""
+    """A computed value: a size of the heads of layers without a window.
+
+    names: key in per_layer_config; key of config.json if there is no per_layer_config
+    default: the value if the second key is absent
+    """
 
     def read(content: Mapping[str, Any]) -> int | None:
         _full_layers(content)
@@ -128,7 +135,7 @@ def _mixture(model: str) -> tuple[Rule, ...]:
 
 
 def _of_mixture(name: str) -> Computed:
-    """A computed value: the key `name`, which is required with enable_moe_block; None without enable_moe_block."""
+    """A computed value: the key `name`, which must exist if enable_moe_block is true; None if it is false."""
 
     def read(content: Mapping[str, Any]) -> int | None:
         if not is_true(content, _MIXTURE, False):

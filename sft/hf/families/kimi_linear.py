@@ -75,7 +75,10 @@ def _layer_types(layers: list[int], count: int) -> dict[str, Any]:
 
 
 def _size(name: str, in_group: str, default: int) -> Computed:
-    """A size of linear attention, which a released config.json has in a group.  name: its key elsewhere"""
+    """A computed size of linear attention.
+
+    in_group: key in the group linear_attn_config of released files; name: key of config.json that transformers writes
+    """
 
     def read(content: Mapping[str, Any]) -> Any:
         return _group(content).get(in_group, content.get(name, default))
@@ -86,8 +89,8 @@ def _size(name: str, in_group: str, default: int) -> Computed:
 def _delta_attention(block: str, output: str, *own: tuple[str, str, str]) -> tuple[Rule, ...]:
     """The rules of Kimi Delta Attention.
 
-    block, output: names of its module and of the output projection in it
-    own: our name, the name and the shape of each tensor that families have in different ways
+    block: name of the attention module in its layer; output: name of the output projection in it
+    own: the tensors that depend on the family: our name, the name in files, and the shape
     """
     parts = [("query", "q", "K"), ("key", "k", "K"), ("value", "v", "V")]
     tensors = [
@@ -125,7 +128,7 @@ def _of_latent_layers(*names: str) -> tuple[Rule, ...]:
 
 
 def _kimi(dense: str) -> tuple[Rule, ...]:
-    """dense: name of the module of a dense MLP"""
+    """The rules of Kimi-Linear.  dense: name of the module of the dense MLP in the first layers"""
 
     def moved(rule: Rule, block: str) -> Rule:
         return replace(rule, views=tuple(replace(v, name=v.name.replace(".mlp.", f".{block}.")) for v in rule.views))
@@ -155,7 +158,10 @@ def _ling() -> tuple[Rule, ...]:
 
 
 def _ling_layers(content: Mapping[str, Any]) -> list[int]:
-    """`_layers` for Ling.  Without layer_types, the last layer of each group of layer_group_size has full attention."""
+    """The layers of Ling with linear attention, counted from 1.
+
+    Without layer_types, layers n, 2 n, ... have full attention, where n is layer_group_size.
+    """
     count, size = content.get("num_hidden_layers"), content.get("layer_group_size", 6)
     if content.get(_TYPES) is None and type(count) is int:
         if type(size) is not int or size < 1:
@@ -169,7 +175,7 @@ def _head_width(content: Mapping[str, Any]) -> Any:
 
 
 def _ling_size(name: str, other: str, default: int) -> Computed:
-    """A size of linear attention.  name: its key in files of transformers; other: in released files"""
+    """A computed size of linear attention.  name: its key in files of transformers; other: its key in released files"""
     return Computed(other, lambda content: content.get(name, content.get(other, default)))
 
 
@@ -191,7 +197,7 @@ _ALIASES = {
 _OF_CHANNELS = {"tie_embeddings": False, "linear_attention.decay": "channel", "linear_attention.gate": "sigmoid"}
 _WIDTHS = {"qk_rope_head_dim": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "v_head_dim": 128}
 _OPTIONS: dict[str, tuple[Any, ...]] = {
-    # The repositories contain code of the models, which transformers has too.
+    # auto_map is accepted: the repositories contain code for the models, but transformers has its own.
     **{key: allowed for key, allowed in {**OPTIONS, **NO_BIAS}.items() if key != "auto_map"},
     "tie_word_embeddings": (False,),
     "moe_layer_freq": (1,),

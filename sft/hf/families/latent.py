@@ -1,13 +1,13 @@
 """Declares families with multi-head latent attention: DeepSeek-V3, Kimi-K2 to K2.6, Moonlight, GLM-4.7-Flash, and
 Mistral Small 4.
 
-    projection of the token            norm                 up projection, by head
-    q_a_proj                           q_a_layernorm        q_b_proj              query: plain part, rotary part
-    kv_a_proj_with_mqa                 kv_a_layernorm       kv_b_proj             plain part of the key, value
-      latent, rotary key of all heads
+    projection of the token   norm             up projection   output of the up projection, for each head
+    q_a_proj                  q_a_layernorm    q_b_proj        query: part without and part with rotary positions
+    kv_a_proj_with_mqa        kv_a_layernorm   kv_b_proj       part of the key without rotary positions; value
 
-Without q_lora_rank, q_proj replaces q_a_proj and q_b_proj.  The rules of routers and experts are in routed.py; those of
-Mistral Small 4 have softmax scores, and its files have all experts of a layer in one tensor.
+kv_a_proj_with_mqa also computes the part of the key with rotary positions, which all heads share.  Without q_lora_rank,
+q_proj replaces q_a_proj and q_b_proj.  routed.py has the rules of routers and experts with sigmoid scores.  Mistral
+Small 4 has softmax scores, and its files store the experts of a layer as stacked tensors.
 """
 
 from dataclasses import replace
@@ -43,7 +43,10 @@ LATENT_IMPLIED = {**SIGMOID, **_SOFTMAX}
 
 
 def latent_attention(model: str = "model", block: str = "self_attn", output: str = "o_proj") -> tuple[Rule, ...]:
-    """The rules of latent attention.  block, output: names of its module and of the output projection in it"""
+    """The rules of latent attention.
+
+    block: name of the attention module in its layer; output: name of the output projection in it
+    """
     layer = f"{model}.layers.{LAYER}"
 
     def rule(ours: str, name: str, shape: str, needs: str = "") -> Rule:
@@ -83,7 +86,7 @@ LATENT_GROUPS = Computed("num_attention_heads", lambda content: content.get("num
 _SIZES = {"qk_rope_head_dim": 64, "kv_lora_rank": 512, "rope_interleave": True, "norm_topk_prob": True}
 
 _DEEPSEEK = Family(
-    model_type="deepseek_v3",  # Moonlight, too
+    model_type="deepseek_v3",  # Moonlight also has this model_type
     class_name="DeepseekV3ForCausalLM",
     rules=_layers(),
     implied=LATENT_IMPLIED,
@@ -105,7 +108,7 @@ _DEEPSEEK = Family(
         "first_k_dense_replace": 3,
     },
     options={
-        # Repositories of these models contain code of the models, which transformers has too.
+        # auto_map is accepted: the repositories contain code for the models, but transformers has its own.
         **{key: allowed for key, allowed in {**OPTIONS, **NO_BIAS}.items() if key != "auto_map"},
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),

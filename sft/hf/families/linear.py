@@ -1,8 +1,9 @@
 """Declares families in which most layers have linear attention (Gated DeltaNet): Qwen3-Next, Qwen3.5 and successors.
 
     weights                        Qwen3-Next                       Qwen3.5
-    projections of linear layers   qkvz and ba, by key head         qkv, z, b and a, each in its own tensor
-    q_proj of attention            query and gate, by head          query and gate, by head
+    projections of linear layers   in_proj_qkvz and in_proj_ba,     in_proj_qkv, in_proj_z, in_proj_b and in_proj_a
+                                   stored key head by key head
+    q_proj of attention            query and gate, head by head     query and gate, head by head
 
 The weights of all norms are offsets from 1, except those of the gated norm of linear layers.  A vision tower is passed
 through.  The block for multi-token prediction (`mtp.*`) is passed through unless the run trains it.  Qwen3.6 and 3.8

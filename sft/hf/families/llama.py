@@ -80,7 +80,7 @@ LLAMA_LIKE = (
         },
     ),
     Family(
-        model_type="phi3",  # Phi-4, too
+        model_type="phi3",  # Phi-4 also has this model_type
         class_name="Phi3ForCausalLM",
         rules=(*outer(), *joint_attention(), *joint_mlp()),
         implied=LLAMA_DENSE,

@@ -1,6 +1,6 @@
 """Declares Granite 4 (hybrid), in which most layers have Mamba-2, and the rules of Mamba-2 that families share.
 
-Each layer has a mixer and an MLP.  Models without experts have the shared MLP alone.
+In Granite 4 each layer has a mixer, a shared MLP, and in models with experts also a mixture of experts.
 """
 
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ from sft.hf.family import Family, Rule
 from sft.hf.model_keys import Computed
 from sft.hf.tensor_view import LAYER, View
 
-_CHANNELS = ("x", "B", "C")  # of the convolution
+_CHANNELS = ("x", "B", "C")  # parts of the channels of the convolution
 
 
 def mamba(block: str, norm: str, model: str = "model") -> tuple[Rule, ...]:
-    """The rules of Mamba-2, whose projections and channels are parts of one tensor each.
+    """The rules of Mamba-2.  Files have one tensor for all input projections, and one for all channels.
 
     block: name of the mixer in its layer; norm: name of the norm before it
     """
@@ -45,7 +45,10 @@ _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multip
 
 
 def _layers(content: Mapping[str, Any], wanted: str) -> list[int]:
-    """The layers of this kind, counted from 1.  Without layer_types, all layers have Mamba-2."""
+    """The layers of the kind `wanted`, counted from 1: {"layer_types": ["mamba", "attention"]}, FULL -> [2]
+
+    layers_block_type is an older name of layer_types.  Without both, all layers have Mamba-2.
+    """
     count = content.get("num_hidden_layers")
     kinds = content.get(_TYPES, content.get("layers_block_type", [LINEAR] * count if type(count) is int else None))
     known = (FULL, LINEAR, *_OLD_NAMES)
@@ -57,7 +60,7 @@ def _layers(content: Mapping[str, Any], wanted: str) -> list[int]:
 
 
 def _unrotated(content: Mapping[str, Any]) -> list[int]:
-    """The layers with attention, unless position_embedding_type is rope."""
+    """The layers without rotary positions: all layers with attention, or [] if position_embedding_type is "rope"."""
     return [] if content.get("position_embedding_type") == "rope" else _layers(content, FULL)
 
 
@@ -75,7 +78,7 @@ def _head_dim(content: Mapping[str, Any]) -> int:
 
 
 def _time_step(content: Mapping[str, Any], end: int) -> float | None:
-    """The smallest (end 0) or largest time step (end 1); None: there is no largest one."""
+    """The smallest time step (end 0) or the largest one (end 1); None: time steps have no upper limit."""
     stated = content.get("time_step_limit") or [0.0, float("inf")]
     limit = stated[end] if isinstance(stated, list) and len(stated) == 2 else None
     limit = limit.get("__float__") if isinstance(limit, dict) else limit  # how transformers writes infinity
@@ -87,7 +90,7 @@ def _time_step(content: Mapping[str, Any], end: int) -> float | None:
 
 
 def _num_experts(content: Mapping[str, Any]) -> Any:
-    """The number of experts; None, also for 0, if the model has none."""
+    """The number of experts; None if config.json has 0 or null."""
     count = content.get(_EXPERTS, 8)
     return None if count == 0 else count
 
@@ -109,7 +112,11 @@ def _mlp_width(content: Mapping[str, Any]) -> int:
 
 
 def _shared_mlp(ours: str, width: str, mlp: MlpKind) -> tuple[Rule, ...]:
-    """The rules of the MLP beside the experts, or of the only MLP.  width: its letter"""
+    """The rules of the shared MLP.
+
+    ours: name of the MLP in our layers; width: letter of its width
+    mlp: kind of the layers that have it: "experts" if it is beside experts, "dense" if it is the only MLP
+    """
     layer = f"model.layers.{LAYER}.shared_mlp"
     gate_up = tuple(View(f"{layer}.input_linear.weight", f"{width}+{width} h", part) for part in range(2))
     rules = (

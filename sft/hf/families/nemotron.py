@@ -1,4 +1,4 @@
-"""Declares Nemotron-H (Nemotron 3 and 3.5), whose layers are each only a mixer, an MLP, or experts.
+"""Declares Nemotron-H (Nemotron 3 and 3.5), in which each layer is only a mixer, only an MLP, or only experts.
 
 `layers_block_type` names the kind of each layer; older files have the letters of `hybrid_override_pattern` instead.
 Attention has no rotary positions.  MLPs and experts have no gate.  The experts of Nemotron 3 Super read a projection of
@@ -23,7 +23,7 @@ _MODEL, _TYPES, _PATTERN = "backbone", "layers_block_type", "hybrid_override_pat
 _EXPERTS, _MLP = "moe", "mlp"
 _LETTERS = {"M": LINEAR, "*": FULL, "E": _EXPERTS, "-": _MLP}
 _OLD_NAMES = {"mamba": LINEAR, "attention": FULL}
-_NAMES = {  # our parts of names -> parts of names in the files
+_NAMES = {  # parts of names in files of most families -> parts of names in files of Nemotron-H
     "self_attn.": "mixer.",
     ".mlp.": ".mixer.",
     "input_layernorm": "norm",
@@ -46,19 +46,19 @@ def _types(content: Mapping[str, Any]) -> list[str]:
 
 
 def _numbers(*kinds: str) -> Callable[[Mapping[str, Any]], list[int]]:
-    """A function of config.json: the layers of these kinds, counted from 1."""
+    """A function that returns, for the content of a config.json, the layers of these kinds, counted from 1."""
     return lambda content: [number for number, kind in enumerate(_types(content), 1) if kind in kinds]
 
 
 def _if_any(kind: str, value: Any, absent: Any) -> Computed:
-    """A computed value: `value` if the model has layers of this kind, else `absent`."""
+    """A computed value: `value` if the model has layers of the kind `kind`, else `absent`."""
     return Computed(_TYPES, lambda content: value if kind in _types(content) else absent)
 
 
 def _key(kind: str, name: str, default: Any, absent: Any = None, *, alias: str | None = None) -> Computed:
-    """A computed value: the key `name` of config.json if the model has layers of this kind, else `absent`.
+    """A computed value: the key `name` of config.json if the model has layers of the kind `kind`, else `absent`.
 
-    alias: another name of the key
+    default: the value if the model has such layers, but config.json has no such key; alias: another name of the key
     """
     names = [name] if alias is None else [name, alias]
 
@@ -75,7 +75,7 @@ def _key(kind: str, name: str, default: Any, absent: Any = None, *, alias: str |
 
 
 def _rules() -> tuple[Rule, ...]:
-    """The rules of all tensors.  `_NAMES` changes the names that other families have."""
+    """The rules of all tensors, made from rules of other families by `_renamed`."""
     projections = [("fc1", "W h"), ("fc2", "h W")]
     latents = (
         Rule(
@@ -102,7 +102,7 @@ def _rules() -> tuple[Rule, ...]:
 
 
 def _renamed(rule: Rule) -> Rule:
-    """A rule whose names in the files are those of Nemotron-H, without the gate of an MLP."""
+    """The rule with the names of Nemotron-H (`_NAMES`), and without the gate of an MLP or expert."""
     views = (view for view in rule.views if ".gate_proj." not in view.name)
     return replace(rule, views=tuple(replace(view, name=_stored(view.name)) for view in views))
 

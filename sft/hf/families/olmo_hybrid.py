@@ -30,7 +30,7 @@ from sft.hf.model_keys import Computed, is_true
 from sft.hf.tensor_view import LAYER, View
 
 _TYPES, _COUNT, _HEADS, _ROPE = "layer_types", "num_hidden_layers", "num_attention_heads", "rope_parameters"
-_ALLOWS_NEGATIVE = "linear_allow_neg_eigval"  # of the state's transitions, whose eigenvalues are 1 - beta
+_ALLOWS_NEGATIVE = "linear_allow_neg_eigval"  # eigenvalues of the state's transitions are 1 - beta
 _CONVOLVED = {"query": ("q", "K"), "key": ("k", "K"), "value": ("v", "V")}
 _PROJECTED = {**_CONVOLVED, "z": ("g", "V"), "beta": ("b", "m"), "alpha": ("a", "m")}
 
@@ -65,9 +65,9 @@ def _rules() -> tuple[Rule, ...]:
 
 
 def _linear_layers(content: Mapping[str, Any]) -> list[int]:
-    """The layers with linear attention, from 1: {"num_hidden_layers": 8} -> [1, 2, 3, 5, 6, 7]
+    """The layers with linear attention, counted from 1: {"num_hidden_layers": 8} -> [1, 2, 3, 5, 6, 7]
 
-    Without layer_types, every fourth layer has full attention, or in a model of less than four layers the last one.
+    Without layer_types, every fourth layer has full attention; in a model of less than four layers, the last layer has.
     """
     count, kinds = content.get(_COUNT), content.get(_TYPES)
     if kinds is None and type(count) is int:
@@ -78,9 +78,9 @@ def _linear_layers(content: Mapping[str, Any]) -> list[int]:
 
 
 def _without_positions(content: Mapping[str, Any]) -> list[int]:
-    """The layers with full attention if the rotary base is null, as transformers says of released files; else [].
+    """The layers without rotary positions, counted from 1: those with full attention if the rotary base is null.
 
-    If config.json does not name the base, transformers takes 10,000.
+    Released files have null.  If config.json does not have the key, transformers takes 10,000, and the result is [].
     """
     group = content.get(_ROPE)
     named = [keys["rope_theta"] for keys in (group if isinstance(group, dict) else {}, content) if "rope_theta" in keys]
@@ -91,7 +91,7 @@ def _without_positions(content: Mapping[str, Any]) -> list[int]:
 
 
 def _size(name: str, default: Callable[[Mapping[str, Any]], Any]) -> Computed:
-    """A computed size: the key `name`, or `default` of config.json if the key is absent or null."""
+    """A computed size: the key `name`, or the result of `default` for config.json if the key is absent or null."""
 
     def read(content: Mapping[str, Any]) -> Any:
         value = content.get(name)
@@ -101,7 +101,7 @@ def _size(name: str, default: Callable[[Mapping[str, Any]], Any]) -> Computed:
 
 
 def _usual_key_width(content: Mapping[str, Any]) -> int | None:
-    """Three quarters of the hidden size, divided among key heads; None if a size is missing."""
+    """The default of linear_key_head_dim: 0.75 * hidden_size / key heads; None if a size is missing."""
     hidden, heads = content.get("hidden_size"), _KEY_HEADS.read(content)
     return int(0.75 * hidden / heads) if type(hidden) is int and type(heads) is int and heads > 0 else None
 

@@ -1,8 +1,8 @@
-"""Declares families whose layers with a window have other heads or positions than the others: Laguna, MiMo-V2-Flash.
+"""Declares families whose layers with a window differ in heads or positions from the others: Laguna, MiMo-V2-Flash.
 
-    model_type      layers with a window, beside their base     all layers
-    laguna          other query heads; whole heads rotated      a softplus gate for each head; a shared expert
-    mimo_v2_flash   twice the key heads; sinks                  values narrower than keys, and multiplied
+    model_type      layers with a window (their base also differs)    all layers
+    laguna          other number of query heads; whole heads rotated  a softplus gate for each head; a shared expert
+    mimo_v2_flash   twice the key heads; sinks                        values narrower than keys, times a factor
 
 transformers ignores the keys of layers in files of MiMo-V2-Flash that its authors released (`hybrid_layer_pattern`,
 `swa_num_key_value_heads`, ...) and computes fixed values, so other values are refused.  The block for multi-token
@@ -39,11 +39,13 @@ Sizes = Mapping[str, int | None]  # a size of layers without and with a window, 
 
 
 def by_kind(key: str, source: str, windows: dict[str, Computed], sizes: Any) -> dict[str, Computed]:
-    """The computed keys for a size of layers with a window, and for the size of the other layers.
+    """The computed keys `key` and full_attention.`key`, for a size that depends on whether a layer has a window.
 
-    key: key below `model`, and below model.full_attention; source: key of config.json for messages
-    windows: the computed keys of windows; sizes: content of config.json -> `Sizes`
-    If all layers are of one kind, the first size is that of this kind.
+    The first key has the size of layers with a window, and the second that of the other layers, or None if it is equal.
+    If all layers are of one kind, the first key has their size.
+    source: key of config.json for messages
+    windows: the family's computed keys sliding_window and sliding_window_layers
+    sizes: function of the content of config.json that returns `Sizes`
     """
 
     def read(content: Mapping[str, Any]) -> int | None:
@@ -58,7 +60,7 @@ def by_kind(key: str, source: str, windows: dict[str, Computed], sizes: Any) -> 
 
 
 def _kinds(content: Mapping[str, Any], windows: Mapping[str, Computed]) -> tuple[bool, bool]:
-    """Whether there are layers without a window, and layers with one."""
+    """Whether the model has layers without a window, and whether it has layers with one."""
     is_used = windows["sliding_window"].read(content) is not None
     return not is_used or windows["sliding_window_layers"].read(content) is not None, is_used
 
@@ -68,7 +70,11 @@ _MIMO_COMPUTED = ("num_query_groups", "moe.scaling_factor", "moe.dense_layers")
 
 
 def _listed_heads(content: Mapping[str, Any]) -> Sizes:
-    """The query heads of each kind of layer: 4 layers, the first without a window, [48, 64, 64, 64] -> 48 and 64"""
+    """The number of query heads of each kind of layer.
+
+    {"num_attention_heads_per_layer": [48, 64], "layer_types": ["full_attention", "sliding_attention"], ...}
+    -> {"full_attention": 48, "sliding_attention": 64}
+    """
     count, heads = content.get("num_hidden_layers"), content.get("num_attention_heads", 48)
     by_layer, kinds = content.get(_BY_LAYER), content.get("layer_types")
     if by_layer is None:
@@ -91,7 +97,11 @@ _SIZE, _SCALE = "sliding_window_size", "attention_value_scale"
 
 
 def _released_window(computed: Computed) -> Computed:
-    """The computed key, for files with the number of tokens before a token's own in place of the size of the window."""
+    """The computed key, which also reads sliding_window_size of released files of MiMo-V2-Flash.
+
+    sliding_window_size does not count the token itself, so it is the size of the window less 1.  Refuses a
+    hybrid_layer_pattern that differs from the layers that transformers computes.
+    """
 
     def read(content: Mapping[str, Any]) -> Any:
         size, count, kinds = content.get(_SIZE), content.get("num_hidden_layers"), content.get("hybrid_layer_pattern")
@@ -113,7 +123,7 @@ def _released_window(computed: Computed) -> Computed:
 
 
 def _doubled_keys(content: Mapping[str, Any]) -> Sizes:
-    """The key heads of each kind of layer: {"num_key_value_heads": 4} -> 4, and 8 in layers with a window"""
+    """The number of key heads of each kind of layer: {"num_key_value_heads": 4} -> 4, and 8 in layers with a window"""
     groups = content.get("num_key_value_heads", 4)
     if type(groups) is not int:
         raise ValueError(f"num_key_value_heads = {groups} is no number of heads")
@@ -228,7 +238,7 @@ OWN_WINDOWS = (
         },
         options={
             **{key: values for key, values in OPTIONS.items() if key != "auto_map"},
-            **{"rope_theta": (5e6,), "swa_rope_theta": (1e4,)},  # of files without rope_parameters
+            **{"rope_theta": (5e6,), "swa_rope_theta": (1e4,)},  # keys of files without rope_parameters
             **{"add_full_attention_sink_bias": (False,), "add_swa_attention_sink_bias": (True,)},
             **{"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "n_shared_experts": (None, 0)},
         },

@@ -1,7 +1,7 @@
-"""Declares families that treat rotated heads in another way: ERNIE 4.5 and Hunyuan v1, each with an MLP or experts.
+"""Declares ERNIE 4.5 and Hunyuan v1, whose rotary positions differ from those of Llama.  Both have an MLP or experts.
 
-ERNIE 4.5    the numbers 0 and 1 of a head are rotated together, then 2 and 3; a correction bias beside softmax scores
-Hunyuan v1   norms on rotated queries and keys; a base of positions that `alpha` stretches
+ERNIE 4.5    elements 0 and 1 of a head are rotated as a pair, then 2 and 3; routers: softmax scores, a correction bias
+Hunyuan v1   queries and keys are normalised after the rotation; `alpha` of rope_scaling changes the rotary base
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ _START, _END, _SHARED = "moe_layer_start_index", "moe_layer_end_index", "moe_num
 
 
 def _ernie_dense(content: Mapping[str, Any]) -> int:
-    """The layers without experts, which must come first: {"moe_layer_start_index": 1} -> 1"""
+    """The number of layers without experts, which must be the first layers: {"moe_layer_start_index": 1} -> 1"""
     start, end, count = content.get(_START, 1), content.get(_END, -1), content.get("num_hidden_layers")
     if type(start) is not int or end not in (-1, None) and type(count) is int and end < count - 1:
         raise ValueError(f"{_START} = {start} and {_END} = {end}: only the first layers can be without experts")
@@ -45,7 +45,7 @@ def _ernie_dense(content: Mapping[str, Any]) -> int:
 
 
 def _ernie_shared(content: Mapping[str, Any]) -> int | None:
-    """The width of the shared experts, which are one MLP; None: there are none"""
+    """The width of the MLP that computes all shared experts together; None if there are no shared experts."""
     width, number = content.get("moe_intermediate_size", 1536), content.get(_SHARED, 2)
     return width * number or None if type(width) is int and type(number) is int else None
 
@@ -56,9 +56,11 @@ def _ernie_bias() -> Rule:
 
 
 def _with_base(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of transformers' plain positions for those of Hunyuan, whose base `alpha` stretches.
+    """Replace the dynamic positions of Hunyuan by default positions with the base that `alpha` gives.
 
-    head_dim 128, {"rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "alpha": 1000.0}} -> rope_theta 1.12e7
+    base = rope_theta * alpha ^ (head_dim / (head_dim - 2))
+    head_dim 128, {"rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "alpha": 1000.0}} -> base 1.12e7
+    Returns other positions unchanged.
     """
     group = content.get("rope_scaling") or content.get("rope_parameters")
     if not isinstance(group, dict) or group.get("rope_type", group.get("type")) != "dynamic":
@@ -68,14 +70,14 @@ def _with_base(content: Mapping[str, Any]) -> dict[str, Any]:
     width = content.get("head_dim") or (type(hidden) is int and type(heads) is int and hidden // max(heads, 1))
     plain = group.get("rope_theta", content.get("rope_theta", 1e4))
     if not all(isinstance(x, (int, float)) and x > 0 for x in (alpha, plain)) or type(width) is not int or width <= 2:
-        return dict(content)  # positions that this trainer does not have
+        return dict(content)  # not the positions of Hunyuan; the caller refuses type dynamic
     base = plain * alpha ** (width / (width - 2))
     new = {**content, "rope_parameters": {"rope_type": "default", "rope_theta": base}}
     return new | dict.fromkeys({"rope_theta", "rope_scaling"} & new.keys())
 
 
 def _one_for_all(name: str, default: int) -> Computed:
-    """A computed value that config.json may give for each layer: [8, 8, 8] -> 8"""
+    """A computed value: the key `name`, a number or a list of equal numbers, one for each layer: [8, 8, 8] -> 8"""
 
     def read(content: Mapping[str, Any]) -> int:
         value = content.get(name, default)

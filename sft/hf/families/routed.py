@@ -58,7 +58,7 @@ def layer_rules(mlp: Literal["dense", "experts"], *rules: Rule) -> tuple[Rule, .
 
 
 def routed(model: str = "model") -> tuple[Rule, ...]:
-    """The rules of a dense MLP in the first layers, and of router, experts and shared expert in the others."""
+    """The rules of the dense MLP in the first layers, and of router, experts and shared expert in the other layers."""
     return (*layer_rules("dense", *mlp(model)), *_experts(model))
 
 
@@ -72,7 +72,7 @@ def _experts(model: str = "model") -> tuple[Rule, ...]:
 
 
 def _renamed(rules: tuple[Rule, ...], parts: Mapping[str, str]) -> tuple[Rule, ...]:
-    """`rules` for files with other names of tensors.  parts: part of a name -> what the files have in its place"""
+    """`rules`, with other names of tensors in files.  parts: part of a name in `rules` -> the part that replaces it"""
 
     def rename(view: View) -> View:
         name = view.name
@@ -84,7 +84,7 @@ def _renamed(rules: tuple[Rule, ...], parts: Mapping[str, str]) -> tuple[Rule, .
 
 
 def shared_width(default: int, count: str = "n_shared_experts") -> Computed:
-    """A computed value: the width of the shared experts, which are one MLP in our model.
+    """A computed value: the width of the MLP that computes all shared experts together.
 
     {"moe_intermediate_size": 1408, "n_shared_experts": 2} -> 2816
     default: the width of an expert if config.json has no moe_intermediate_size
@@ -101,10 +101,11 @@ def shared_width(default: int, count: str = "n_shared_experts") -> Computed:
 
 
 def dense_layers(key: str | None = None, default: int = 1) -> Computed:
-    """A computed value: the number of layers without experts, which must come first.
+    """A computed value: the number of layers without experts, which must be the first layers.
 
     {"mlp_layer_types": ["dense", "sparse", "sparse"]} -> 1
-    key: key of the number if config.json has no mlp_layer_types; None, or no such key: `default`
+    key: key of config.json with the number, read if there is no mlp_layer_types; None: there is no such key
+    default: the number if config.json has neither key
     """
 
     def read(content: Mapping[str, Any]) -> int:
@@ -190,7 +191,8 @@ ROUTED = (
             "num_experts_per_tok": 8,
         },
         options={
-            **{key: values for key, values in OPTIONS.items() if key != "auto_map"},  # transformers has its own code
+            # auto_map is accepted: the repositories contain code for the models, but transformers has its own.
+            **{key: values for key, values in OPTIONS.items() if key != "auto_map"},
             "router_jitter_noise": (0.0,),
             "scoring_func": ("sigmoid",),
             "use_routing_bias": (True,),

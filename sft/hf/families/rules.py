@@ -42,7 +42,7 @@ def attention(model: str = "model", norm: str | None = "input_layernorm") -> tup
 
 
 def shared_projection(model: str = "model") -> Rule:
-    """The rule of linear_qkv in layers whose keys are also values."""
+    """The rule of linear_qkv in layers that have no v_proj, because keys are also values."""
     layer = f"{model}.layers.{LAYER}.self_attn"
     views = (View(f"{layer}.q_proj.weight", "q h"), View(f"{layer}.k_proj.weight", "k h"))
     return Rule(f"{_OURS}.self_attention.linear_qkv.weight", views, "groups")
@@ -78,6 +78,7 @@ def joint_attention() -> tuple[Rule, ...]:
 
 
 def qkv_bias(model: str = "model", *, needs: str = "") -> tuple[Rule, ...]:
+    """The rule of the biases of queries, keys and values.  needs: see `Rule`"""
     layer = f"{model}.layers.{LAYER}.self_attn"
     return (
         Rule(
@@ -94,18 +95,19 @@ def qkv_bias(model: str = "model", *, needs: str = "") -> tuple[Rule, ...]:
 
 
 def attention_output_bias(*, needs: str = "") -> tuple[Rule, ...]:
+    """The rule of the bias of the output projection of attention.  needs: see `Rule`"""
     bias = View(f"model.layers.{LAYER}.self_attn.o_proj.bias", "h")
     return (Rule(f"{_OURS}.self_attention.linear_proj.bias", (bias,), needs=needs),)
 
 
 def sinks(name: str = "sinks", kind: LayerKind | None = None) -> tuple[Rule, ...]:
-    """The rule of sinks.  name: of the tensor in files; kind: kind of the layers with sinks; None: all"""
+    """The rule of attention sinks.  name: name of the tensor in files; kind: kind of layers with sinks; None: all"""
     view = View(f"model.layers.{LAYER}.self_attn.{name}", "a")
     return (Rule(f"{_OURS}.self_attention.core_attention.softmax_offset", (view,), kind=kind),)
 
 
 def optional_biases() -> tuple[Rule, ...]:
-    """Biases that a model has if attention_bias or mlp_bias is true in its config.json (`BIAS_KEYS`)."""
+    """The rules of biases that a model has only if attention_bias or mlp_bias is true in its config.json."""
     layer = f"model.layers.{LAYER}.mlp"
     gate_up = tuple(View(f"{layer}.{name}_proj.bias", "f") for name in ("gate", "up"))
     return (
@@ -125,7 +127,7 @@ def qk_norm(
 ) -> tuple[Rule, ...]:
     """The rules of norms on queries and keys.
 
-    names: of the norms in files; across_heads: one norm over all heads, not one for each head
+    names: names of the norms in files; across_heads: whether one norm covers all heads together
     kind: kind of the layers with the norms; None: all
     """
     layer = f"{model}.layers.{LAYER}.self_attn"
@@ -244,7 +246,7 @@ def interleaved_expert_biases() -> tuple[Rule, ...]:
 def shared_expert(
     name: str = "shared_expert", gate: str | None = "shared_expert_gate", model: str = "model", needs: str = ""
 ) -> tuple[Rule, ...]:
-    """The rules of a shared expert.  gate: name of the shared expert's gate; None: no gate; needs: see `Rule`"""
+    """The rules of a shared expert.  name, gate: names of its module and its gate, None: no gate; needs: see `Rule`"""
     module, ours = f"{model}.layers.{LAYER}.mlp", f"{_OURS}.mlp.shared_experts"
     projections = [View(f"{module}.{name}.{part}_proj.weight", "s h") for part in ("gate", "up")]
     rules = (
@@ -255,10 +257,10 @@ def shared_expert(
 
 
 def _around_mtp(embedding_norm: str, hidden_norm: str, projection: str, norm: str) -> tuple[Rule, ...]:
-    """The rules of the tensors around the layer of the block for multi-token prediction, by their names in files.
+    """The rules of the tensors around the layer of the block for multi-token prediction.
 
-    Source of the names: vLLM (deepseek_mtp.py, glm4_moe_mtp.py, qwen3_next_mtp.py).  As in vLLM, hidden states enter
-    the block after the model's final norm.
+    The arguments are names in files.  Source of the names: vLLM (deepseek_mtp.py, glm4_moe_mtp.py, qwen3_next_mtp.py).
+    As in vLLM, hidden states enter the block after the model's final norm.
     """
     return (
         Rule(f"{_MTP}.enorm.weight", (View(f"{embedding_norm}.weight", "h"),)),
@@ -300,7 +302,7 @@ EXPERT_KEYS = {  # used by Qwen and by families with the same keys
     "moe.ffn_hidden_size": "moe_intermediate_size",
     "moe.normalize_top_k": "norm_topk_prob",
 }
-# Keys of config.json in all families -> the values that our model supports.  The first value is transformers' default.
+# Keys of config.json that most families have -> values that our model supports, first the default of transformers.
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "attention_dropout": (0.0, None),
@@ -310,7 +312,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False,),
 }
 BIAS_KEYS = {"qkv_bias": "attention_bias", "attention_output_bias": "attention_bias", "mlp_bias": "mlp_bias"}
-NO_BIAS: dict[str, tuple[Any, ...]] = {"attention_bias": (False,)}  # true adds a bias to the output projection, too
+# For families in which attention_bias adds biases to q_proj, k_proj, v_proj and o_proj, which their rules lack.
+NO_BIAS: dict[str, tuple[Any, ...]] = {"attention_bias": (False,)}
 QWEN_OPTIONS: dict[str, tuple[Any, ...]] = {**OPTIONS, "use_sliding_window": (False,)}
 DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 NO_BIAS_DEFAULTS: dict[str, Any] = {"attention_bias": False, "mlp_bias": False}

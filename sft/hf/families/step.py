@@ -1,8 +1,8 @@
 """Declares Step-3.5 and 3.7: layers with a window have more query heads, and in the last layers SwiGLU has limits.
 
-    heads          a sigmoid gate for each head; norms of queries and keys; weights of all norms are offsets from 1
+    attention      a sigmoid gate for each head; norms on queries and keys; weights of all norms are offsets from 1
     positions      half of a head is rotated, but whole heads in layers with a window
-    experts        stacked, gate and up apart; sigmoid scores; a shared expert
+    experts        stacked, with separate tensors for gate and up; sigmoid scores; a shared expert
 
 transformers has the multimodal class of 3.7 only; Step-3.5 is its language model.  The vision tower and the layers
 after the model's last one, for multi-token prediction, are passed through.  Released files have older keys
@@ -47,9 +47,13 @@ _OLD_NAMES = {
 
 
 def _renewed(text: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of the language model with the names and forms of transformers 5.  text: keys as in the file
+
+    Raises ConfigError for lists or groups that do not fit the number of layers.
+    """
     count = text.get("num_hidden_layers", 45)
     if type(count) is not int or count > MOST_LAYERS:
-        return dict(text)  # what follows from this number is refused, too
+        return dict(text)  # `architecture` refuses this number of layers
     try:
         return _translated(text)
     except (AttributeError, IndexError, TypeError, ValueError) as error:
@@ -87,7 +91,7 @@ def _positions(text: Mapping[str, Any], layer: int) -> dict[str, Any]:
 
 
 def _heads(content: Mapping[str, Any]) -> dict[str, int | None]:
-    """The query heads of each kind of layer."""
+    """The number of query heads of layers without a window (FULL) and with one (SLIDING)."""
     heads, own = content.get("num_attention_heads"), content.get(_HEADS)
     other, by_layer = content.get(_OTHER) or {}, content.get(_BY_LAYER) or {}
     layers: Any = by_layer.values() if isinstance(by_layer, dict) else [None]
@@ -100,7 +104,10 @@ def _heads(content: Mapping[str, Any]) -> dict[str, int | None]:
 
 
 def _limits(name: str) -> Computed:
-    """A computed value: the limits of the layers, 0 without a limit; a file may have null for 0 or for the list."""
+    """A computed value: the limit of SwiGLU in each layer, or [] if no layer has one.
+
+    0 means no limit.  config.json may have null for 0 or for the whole list.  name: key of config.json
+    """
 
     def read(content: Mapping[str, Any]) -> list[float]:
         limits = content.get(name) or []
@@ -112,7 +119,7 @@ def _limits(name: str) -> Computed:
 
 
 def _multiplier(content: Mapping[str, Any]) -> float | None:
-    """1 / sqrt(query_pre_attn_scalar); None if this is the usual factor, 1 / sqrt(head_dim)"""
+    """The factor of query-key products, 1 / sqrt(query_pre_attn_scalar); None if it is the usual 1 / sqrt(head_dim)."""
     scalar, width = content.get(_SCALAR), content.get("head_dim", 128)
     if scalar is not None and (not isinstance(scalar, (int, float)) or scalar <= 0):
         raise ValueError(f"{_SCALAR} = {scalar} is not a number above 0")

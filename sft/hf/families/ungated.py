@@ -1,4 +1,4 @@
-"""Declares families whose MLPs have no gate, and a squared ReLU: Arcee."""
+"""Declares Arcee, whose MLPs have a squared ReLU and no gate."""
 
 from collections.abc import Iterable
 from dataclasses import replace

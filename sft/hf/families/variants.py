@@ -40,7 +40,7 @@ _MULTIPLIERS = {
 def _skipped_layers(content: Mapping[str, Any]) -> list[int]:
     """The layers without rotary positions, counted from 1: "no_rope_layers": [1, 1, 0, 1] -> [3]
 
-    Without no_rope_layers, layers n, 2 n, ... where n is no_rope_layer_interval, or 4 if this is absent.
+    If no_rope_layers is absent, these are the layers n, 2 n, ..., where n is no_rope_layer_interval, by default 4.
     """
     count, interval = content.get("num_hidden_layers"), content.get(_INTERVAL, 4)
     if type(count) is not int or type(interval) is not int or interval < 1:
@@ -64,7 +64,8 @@ _EXAONE_WINDOWS = all_but_every(4, "sliding_window_pattern", default=_EXAONE_WIN
 def _layers_without_rotation(content: Mapping[str, Any]) -> list[int]:
     """The layers of EXAONE 4 without rotary positions, counted from 1.
 
-    If config.json has a window, these are the layers without the window, even if no layer has it.  Else there are none.
+    If config.json has sliding_window, these are all layers without a window, even if no layer has one.  If
+    sliding_window is null, the result is [].
     """
     if content.get("sliding_window", _EXAONE_WINDOW) is None:
         return []
@@ -77,9 +78,9 @@ def _layers_without_rotation(content: Mapping[str, Any]) -> list[int]:
 
 
 def _window_of_no_layer(skipped: list[int], count: int) -> dict[str, Any]:
-    """The keys of config.json for layers without rotary positions, in addition to layer_types.
+    """The keys of config.json that an export adds to layer_types if the layers `skipped` have no rotary positions.
 
-    If these are all layers, no layer has a window, but config.json must have one.
+    If no layer has positions, no layer has a window, but config.json must have sliding_window.
     """
     return {"sliding_window": _EXAONE_WINDOW} if len(skipped) == count else {}
 

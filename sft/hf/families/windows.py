@@ -1,4 +1,8 @@
-"""Reads from config.json which layers have a sliding window, and writes this back, for families that differ in it."""
+"""Reads the sliding window of each layer from config.json, and writes it back.
+
+Each function returns the two computed keys `sliding_window`, the size in tokens, and `sliding_window_layers`, the
+layers with a window, for families with one rule about these layers.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,12 +16,15 @@ _TYPES, _WINDOW, _USES = "layer_types", "sliding_window", "use_sliding_window"
 
 
 def in_all_layers(switch: str | None = _USES) -> dict[str, Computed]:
-    """A window in every layer.  switch: key of config.json that must be true for windows; None: there is no such key"""
+    """The computed keys for families with a window in all layers.
+
+    switch: key of config.json that must be true for windows; None: windows do not depend on such a key
+    """
     return _computed(lambda content, layer: True, switch)
 
 
 def from_a_layer_on() -> dict[str, Computed]:
-    """Qwen: windows in the layers from max_window_layers on, if use_sliding_window is true."""
+    """The computed keys for Qwen: windows in the layers from max_window_layers on, if use_sliding_window is true."""
 
     def has_window(content: Mapping[str, Any], layer: int) -> bool:
         first = content.get("max_window_layers", 28)
@@ -29,7 +36,7 @@ def from_a_layer_on() -> dict[str, Computed]:
 
 
 def where_listed(default: int | None) -> dict[str, Computed]:
-    """Windows in the layers that layer_types names; without layer_types in none.
+    """The computed keys for families with windows in the layers that layer_types names; without layer_types in none.
 
     default: size of the window in tokens, if config.json has no sliding_window
     """
@@ -45,9 +52,9 @@ def all_but_every(
     starts_full: bool = False,
     last_is_full: bool = False,
 ) -> dict[str, Computed]:
-    """Windows in all layers, but full attention in layers interval, 2 * interval, ...
+    """The computed keys for families with windows in all layers except interval, 2 * interval, ..., counted from 1.
 
-    Layers are counted from 1.  If config.json has layer_types, these decide.
+    layer_types in config.json overrides this rule.
     name: key of config.json that replaces `interval`, if config.json has the key
     default: size of the window in tokens, if config.json has no sliding_window
     first_is_full: the layers with full attention are 1, 1 + interval, 1 + 2 * interval, ... instead

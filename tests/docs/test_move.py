@@ -1,4 +1,4 @@
-"""`sft check` answers each key in the tables of docs/how-to/move.md as the row of the table says."""
+"""`sft check` answers each key in the tables of docs/how-to/move.md as the row of the table says, and more keys."""
 
 import re
 from collections.abc import Iterator
@@ -28,6 +28,70 @@ def rows() -> Iterator[tuple[str, str, str]]:
             yield trainer, row[1], row[2].strip("`")
 
 
+# Keys that the tables leave out, by our key.
+MORE = """
+attention.backend: attn_implementation
+checkpoint.async_save: checkpoint.async_save
+checkpoint.keep_best: load_best_model_at_end metric_for_best_model
+checkpoint.keep_last: checkpoint.most_recent_k save_total_limit
+data.cache_dir: dataset_prepared_path tokenized_path
+data.doc_multiple: pad_to_multiple_of
+data.eval: dataset_test_split test_datasets
+data.num_workers: dataset_num_proc preprocessing_num_workers
+data.pad_to_seq_length: pad_to_sequence_len
+data.seq_length: dataset.offline_packing_specs.packed_sequence_size
+data.shuffle: shuffle_dataset
+data.supervise: roles_to_train
+data.tokenizer: tokenizer.tokenizer_model
+data.train: dataset_dir dataset_text_field dataset_train_split interleave_probs
+log.every: logger.log_interval logging_steps
+log.mlflow: logger.mlflow_experiment use_mlflow
+log.wandb: logger.wandb_project wandb_project
+lora.dropout: lora_dropout
+lora.lr_ratio: loraplus_lr_ratio
+lora.rslora: peft_use_rslora use_rslora
+loss.impl: chunked_cross_entropy model.cross_entropy_loss_fusion
+model.moe.aux_loss_coef: router_aux_loss_coef
+model.moe.z_loss_coef: model.moe_z_loss_coeff
+none: additional_target dataset.max_train_samples dp_replicate_size eval_packing freeze_vision_tower
+    lora_modules_to_save loss_type max_samples model.moe_grouped_gemm neat_packing neftune_noise_alpha optim_args
+    packing_strategy padding_free per_device_eval_batch_size pissa_init plot_loss push_to_hub quantization_bit
+    scheduler.lr_decay_iters special_tokens streaming torch_compile trust_remote_code use_mca use_swanlab val_size
+    validation.eval_iters
+optim.beta1: adam_beta1
+optim.beta2: adam_beta2 optimizer.adam_beta2
+optim.clip_grad: max_grad_norm optimizer.clip_grad
+optim.epsilon: adam_epsilon
+optim.min_lr: cosine_min_lr_ratio optimizer.min_lr
+optim.schedule: lr_scheduler_type
+optim.warmup_fraction: scheduler.lr_warmup_fraction
+optim.warmup_steps: warmup_steps
+optim.weight_decay: weight_decay
+parallel.cp: sequence_parallel_degree
+parallel.cp_a2a: model.hierarchical_context_parallel_sizes
+parallel.cp_comm: heads_k_stride
+parallel.etp: model.expert_tensor_parallel_size
+parallel.overlap: ddp.overlap_grad_reduce
+parallel.virtual_stages: model.virtual_pipeline_model_parallel_size
+run.deterministic: full_determinism
+run.exit_after_minutes: train.exit_duration_in_mins
+run.fp8: fp8
+run.precision: dtype
+run.seed: rng.seed seed
+run.timeout_s: ddp_timeout dist.distributed_timeout_minutes
+train.eval_every: eval_strategy
+train.num_steps: max_steps
+train.recompute: disable_gradient_checkpointing model.recompute_method model.recompute_modules
+"""
+
+
+def more() -> Iterator[tuple[str, str, str]]:
+    """("", key of a trainer, our key or none)"""
+    for line in MORE.replace("\n    ", " ").strip().split("\n"):
+        ours, _, theirs = line.partition(": ")
+        yield from (("", key, ours) for key in theirs.split())
+
+
 ROWS = list(rows())
 
 
@@ -40,7 +104,7 @@ def answer(key: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("trainer", "theirs", "ours"), ROWS, ids=lambda value: value)
+@pytest.mark.parametrize(("trainer", "theirs", "ours"), [*ROWS, *more()], ids=lambda value: value)
 def test_sft_check_answers_as_the_table_says(trainer: str, theirs: str, ours: str) -> None:
     if theirs == ours:
         assert ours in keys.leaves()

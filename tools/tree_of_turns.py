@@ -134,7 +134,7 @@ def attention(session: Session, engine: Engine, mb: Microbatch, pack: Pack) -> I
     begins = {i for i, token in enumerate(shown) if i and documents[token] != documents[shown[i - 1]]}
 
     def line(head: str, cells: Sequence[str]) -> str:
-        return head + "".join((" |" if i in begins else "") + f" {cell}" for i, cell in enumerate(cells))
+        return head + "".join((" | " if i in begins else "") + cell for i, cell in enumerate(cells))
 
     yield line(f"{'':<8}", names)
     for query, token in enumerate(shown):

@@ -3,7 +3,7 @@
 `python -m tools.memory_table` prints the tables, and `python -m tools.pages` writes them into the page.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from sft.config import Config
 from sft.estimate import memory
@@ -19,20 +19,14 @@ LENGTHS = (65_536, 131_072, 1_048_576)
 CARDS = (80e9, 141e9)  # bytes of the cards; vendors count in 10^9 bytes, the tables print GiB
 GIB = 2.0**30
 WAYS = ("selective", "full", "selective+offload", "full+offload+tile4k")
-LLAMA = ("model.num_layers=32", "model.ffn_hidden_size=14336", "model.vocab_size=128256", "model.qk_norm=false")
-MODELS: dict[str, tuple[str, int, Sequence[str]]] = {  # shape of StepCase, vocabulary, overrides
-    "Llama-8B": ("8b", 128_256, LLAMA),
-    "Qwen3-1.7B": ("1.7b", 151_936, ()),
-    "Qwen3-4B": ("4b", 151_936, ()),
-    "Qwen3-8B": ("8b", 151_936, ()),
-}
+MODELS = {"Qwen3-1.7B": "1.7b", "Qwen3-4B": "4b", "Qwen3-8B": "8b"}  # name -> shape of StepCase
+VOCABULARY = 151_936
 GPUS = 8
 
 
 def resolved(model: str, way: str, cp: int) -> tuple[Config, Layout, int]:
-    shape, vocab, also = MODELS[model]
-    config = StepCase.read(f"{shape}:64k:one:{way}").config("cuda", also=[*also, f"parallel.cp={cp}"])
-    return config, Layout.resolve(config, cp), vocab
+    config = StepCase.read(f"{MODELS[model]}:64k:one:{way}").config("cuda", also=[f"parallel.cp={cp}"])
+    return config, Layout.resolve(config, cp), VOCABULARY
 
 
 def tables() -> str:

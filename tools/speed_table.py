@@ -28,15 +28,11 @@ LARGEST = 3  # parts of a step that a row names
 class Row(NamedTuple):
     """A recipe, with settings that replace its own.
 
-    note     words for the settings
-    before   MFU in percent, by the equations of commit 08b151eb
-    by_hand  MFU in percent, calculated by hand for the fastest kernels before the equations had their rates
+    note  words for the settings
     """
 
     recipe: str
     num_gpus: int
-    before: str = ""
-    by_hand: str = ""
     note: str = ""
     settings: tuple[str, ...] = ()
 
@@ -45,23 +41,15 @@ def _portable(kernel: str) -> tuple[str, ...]:
     return "attention.backend=portable", f"attention.kernels=[{kernel}]"
 
 
-_OLD, _NO_OFFLOAD = "before", "train.offload_fraction=0.0"
-_OLD_EXPERTS = ("parallel.cp=8", "parallel.ep=16", _NO_OFFLOAD)
-_OLD_GLM = ("parallel.tp=2", "parallel.ep=32", _NO_OFFLOAD)
 ROWS = (
-    Row("qwen3_8b_128k", 16, "45.8", "45"),
-    Row("qwen3_8b_128k", 16, "", "47", "FP8", ("run.fp8=blockwise",)),
-    Row("qwen3_8b_128k", 16, "", "47", "FlashAttention-3", _portable("fa3")),
-    Row("qwen3_8b_128k", 16, "", "", "FlashAttention-4", _portable("fa4")),
-    Row("gpt_oss_20b_128k", 16, "29.0", "33"),
-    Row("qwen36_27b_128k", 16, "29.7", "28", _OLD, ("parallel.cp=4", "train.recompute=full", _NO_OFFLOAD)),
-    Row("qwen36_27b_128k", 16, "", "38"),
-    Row("qwen36_35b_a3b_128k", 16, "18.9", "", _OLD, _OLD_EXPERTS),
-    Row("qwen36_35b_a3b_128k", 16, "", "35"),
-    Row("gemma4_26b_a4b_128k", 16, "4.3", "13", _OLD, _OLD_EXPERTS),
+    Row("qwen3_8b_128k", 16),
+    Row("qwen3_8b_128k", 16, "FP8", ("run.fp8=blockwise",)),
+    Row("qwen3_8b_128k", 16, "FlashAttention-3", _portable("fa3")),
+    Row("qwen3_8b_128k", 16, "FlashAttention-4", _portable("fa4")),
+    Row("gpt_oss_20b_128k", 16),
+    Row("qwen36_27b_128k", 16),
+    Row("qwen36_35b_a3b_128k", 16),
     Row("gemma4_26b_a4b_128k", 16),
-    Row("glm45_air_64k", 64, "28.4", "29", _OLD, _OLD_GLM),
-    Row("glm45_air_64k", 64, "", "33", f"{_OLD}, DeepEP", (*_OLD_GLM, "parallel.ep_comm=deepep")),
     Row("glm45_air_64k", 64),
 )
 
@@ -107,18 +95,15 @@ def table() -> str:
 
 
 def _rows() -> Iterator[str]:
-    yield "| recipe | before | by hand | MFU, H100 | step, s | largest parts | MFU, B200 |"
-    yield "|---|---:|---:|---:|---:|---|---:|"
+    yield "| recipe | MFU, H100 | step, s | largest parts | MFU, B200 |"
+    yield "|---|---:|---:|---|---:|"
     for row in ROWS:
         config = load_recipe(str(ROOT / "recipes" / f"{row.recipe}.yaml"), list(row.settings)).config
         layout = Layout.resolve(config, row.num_gpus)
         time = predicted(config, layout, "h100")
         name = ", ".join(filter(None, (row.recipe, row.note)))
         b200 = "" if config.attention.kernels else _mfu(config, layout, "b200")
-        yield (
-            f"| {name} | {row.before} | {row.by_hand} | {_mfu(config, layout, 'h100')} | {time.step_s:.1f} | "
-            f"{_parts(time)} | {b200} |"
-        )
+        yield f"| {name} | {_mfu(config, layout, 'h100')} | {time.step_s:.1f} | {_parts(time)} | {b200} |"
 
 
 def page(text: str) -> str:

@@ -2,6 +2,8 @@
 
 import datetime
 import json
+import re
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +15,7 @@ from tools import page_text
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "numbers" / "kernels.md"
 BEGIN, END = "<!-- made by make test-kernels -->\n", "<!-- end of kernels -->\n"
 _PASSES = ("forward", "backward")
+_HEADS = re.compile(r", (\d+) heads a key")
 TRITON = (LOSS, LINEAR)
 Key = tuple[str, str, str]  # kind, text and architecture of a result
 
@@ -80,19 +83,25 @@ def _kib(size: int) -> str:
 
 
 def _attention(results: Sequence[Result]) -> Iterator[str]:
-    """One line for each configuration; pairs are forward / backward, of the kernel that takes most."""
-    yield "| kernel | layers | GPU | seconds | registers | spilled | shared KiB |"
-    yield "|---|---|---|---|---|---|---|"
+    """One line for each kind of layers, without the number of heads; pairs are forward / backward, of the kernel that
+    takes most.  Layers that take the same share a line, which has the longest compilations."""
+    yield "| kernel | layers | query heads of a key head | GPU | seconds | registers | spilled | shared KiB |"
+    yield "|---|---|---|---|---|---|---|---|"
+    groups: dict[tuple[str, ...], list[tuple[int, list[float]]]] = defaultdict(list)
     for result in results:
         of_pass = [[x for x in result.found if x.step == step] for step in _PASSES]
-        cells = (
-            " / ".join(f"{sum(x.seconds for x in found):.0f}" for found in of_pass),
-            *(
-                " / ".join(shown(max(x.usage[column] for x in found)) for found in of_pass)
-                for column, shown in enumerate((str, str, _kib))
-            ),
+        used = (
+            " / ".join(shown(max(x.usage[column] for x in found)) for found in of_pass)
+            for column, shown in enumerate((str, str, _kib))
         )
-        yield f"| {result.kind} | {result.text} | {result.architecture} | {' | '.join(cells)} |"
+        heads = _HEADS.search(result.text)
+        layers = _HEADS.sub("", result.text)
+        seconds = [sum(x.seconds for x in found) for found in of_pass]
+        groups[result.kind, layers, result.architecture, *used].append((int(heads[1]) if heads else 0, seconds))
+    for (kernel, layers, architecture, *used), rows in groups.items():
+        shared = ", ".join(str(number) for number in sorted({number for number, _ in rows}) if number)
+        longest = " / ".join(f"{max(times):.0f}" for times in zip(*(times for _, times in rows), strict=True))
+        yield f"| {kernel} | {layers} | {shared} | {architecture} | {longest} | {' | '.join(used)} |"
 
 
 def _triton(results: Sequence[Result]) -> Iterator[str]:

@@ -80,7 +80,7 @@ def test_linear_attention_sends_its_states() -> None:
     assert found["cp, all-gather of keys and values"].num_bytes == 9 * 4 * 7 * 131_072 * 2 * 4 * 128 * 2
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [*RECIPES, "llama31_8b_128k"])
 def test_cp_of_two_machines_has_two_levels(name: str) -> None:
     parallel = load_recipe(str(ROOT / "recipes" / f"{name}.yaml")).config.parallel
     if parallel.tp * parallel.cp > GPUS_PER_MACHINE:

@@ -1,5 +1,6 @@
 """Makes docs/reference/config.md, the page of all keys, from the models in sft/config/; tools/pages.py writes it."""
 
+import re
 import textwrap
 
 from sft.config import Config
@@ -7,20 +8,32 @@ from sft.config.keys import NAMED, OPEN, RENAMED, expected, leaves, named, secti
 from sft.config.megatron_fields import ALLOWED, VERSIONS, in_words
 from sft.config.yaml import write
 
-INTRODUCTION = """# Every key of a recipe
+# Phrases of `expected`, which is for error messages, and their short forms on the page.
+_SHORT = (
+    (r"a whole number(?= of| above| below| or|$)", "integer"),
+    (r"a number(?= of| above| below| or|$)", "number"),
+    (r" of at least (\S+?)(?:\.0)?(?=[ ,]|$)", r" >= \1"),
+    (r" of at most ([\d,]*\d)(?:\.0)?", r" <= \1"),
+    (r" above (\S+?)(?:\.0)?(?=[ ,]|$)", r" > \1"),
+    (r" below (\S+?)(?:\.0)?(?=[ ,]|$)", r" < \1"),
+    (r"a list of such", "list"),
+    (r"a list of (name|path)s", "list"),
+    (r"a (name|path)\b", r"\1"),
+    (r"non-empty text", "text"),
+    (r"one of ", ""),
+)
 
-Which keys may a recipe have, what does each key mean, and what is its default? tools/config_docs.py generates this
-page from sft/config/; change it there.
+INTRODUCTION = """# Every key of a recipe
 
 A recipe is a YAML file with the groups of keys below.  On the command line, write a key with dots: `parallel.cp=4`,
 `data.train=[a.jsonl, b.jsonl]`, `optim.warmup_steps=null`.  The command line overrides the file.
-Unknown keys, wrong types and conflicting values are errors, and all errors are reported at once.
-Numbers are decimal, such as `7` or `1e-5`.  Switches are `true` and `false`.  `null` means no value.  `no`, `on` and
-`010` are text.  Duplicate keys, anchors and tags are errors.  Paths are relative to the current directory.
+Unknown keys, wrong types and conflicting values are errors, and all errors are reported at once.  `null` means no
+value.  `no`, `on` and `010` are text.  Duplicate keys, anchors and tags are errors.  Paths are relative to the current
+directory.
 
-`sft check RECIPE --explain KEY` shows the origin of a value.  recipe.yaml in the run folder contains every value of
-the run; the console shows the keys that the file and the command line set.  Names of other trainers, such as
-`learning_rate` or `gradient_checkpointing`, are errors that name our key.
+`sft check RECIPE --explain KEY` shows the meaning of a key and where its value came from.  recipe.yaml in the run
+folder contains every value of the run.  Keys of other trainers, such as `learning_rate` or `gradient_checkpointing`,
+are errors that name our key.
 
 `sft check RECIPE` and training refuse the same recipes, also where only the data show the mistake:
 
@@ -32,8 +45,7 @@ the run; the console shows the keys that the file and the command line set.  Nam
 - a recipe that cannot continue from its checkpoint: other data, model, adapters, batch size, length of packs or seed
 - weights and adapters that are missing, or of another model
 
-The group `resume` of `sft check` says from which step the run would continue, and what changed.  These errors show only
-on the cluster, when the run starts:
+These errors show only when the run starts on the cluster:
 
 - a folder that another run has locked; a disk that is full, or that another node cannot write
 - GPUs: none, fewer than processes, too little memory, NCCL, a kernel or Transformer Engine that `attention.backend` or
@@ -47,6 +59,9 @@ on the cluster, when the run starts:
 Both warn of settings without an effect in the run: `checkpoint.save_every`, `train.eval_every` or steps of `profile`
 beyond its end; `checkpoint.keep_best` if saved steps are not evaluated; fewer packs than `train.global_batch_size`; and
 a last step with learning rate 0 in a run of fewer than 10 steps.
+
+tools/config_docs.py generates this page from sft/config/.  An item has the key, its values, its default and its
+meaning.  A key whose only values are true and false has the default only.
 """
 
 
@@ -74,17 +89,37 @@ def _purpose(group: str) -> str:
 
 
 def _item(key: str) -> str:
-    """A list item of two wrapped lines: first key, type and default, then meaning."""
-    info = leaves()[key]
+    """A list item: key, values, default and meaning."""
+    info, values = leaves()[key], short(expected(key))
     default = "required" if info.is_required() else f"default `{'{}' if key == OPEN else write(info.default)}`"
-    lines = [(f"`{key}`: {expected(key)}; {default}.", "- ", "  \n"), (info.description or "", "  ", "\n")]
+    if info.default is None and values.endswith(" or null"):
+        values = f"{values} (default)"
+    elif not isinstance(info.default, bool):
+        values = f"{values}; {default}"
+    else:
+        values = default
+    lines = [(f"`{key}`: {values}.  {info.description or ''}", "- ")]
     if key == OPEN:
-        lines += [(text, "  - ", "\n") for text in _megatron_fields()]
+        lines += [(text, "  - ") for text in _megatron_fields()]
     return "".join(
-        textwrap.fill(text, 120, initial_indent=indent, subsequent_indent=" " * len(indent), break_on_hyphens=False)
-        + end
-        for text, indent, end in lines
+        textwrap.fill(
+            text.replace(".  ", ". "),
+            120,
+            initial_indent=indent,
+            subsequent_indent=" " * len(indent),
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+        + "\n"
+        for text, indent in lines
     )
+
+
+def short(words: str) -> str:
+    """The values of a key in fewer words: `a whole number of at least 1 or null` -> `integer >= 1 or null`."""
+    for pattern, replacement in _SHORT:
+        words = re.sub(pattern, replacement, words)
+    return words
 
 
 def _megatron_fields() -> list[str]:

@@ -15,11 +15,11 @@ Kernel = Literal["fa4", "fa3", "fa2", "ffpa", "torch"]
 
 class AttentionConfig(Section):
     backend: Literal["auto", "te", "portable"] = "auto"
-    """te is Transformer Engine (CUDA); portable has the kernels below and runs anywhere, cp included."""
+    """te: Transformer Engine (CUDA).  portable: the kernels below, on any device, also with cp."""
     kernels: Annotated[list[Kernel], Field(min_length=1)] | None = None
     """Kernels of portable that may compute softmax attention; null: all (docs/reference/kernels.md)."""
     delta_rule: Literal["auto", "torch", "fla"] = "auto"
-    """Kernel of recurrences: fla is flash-linear-attention (CUDA, bf16); torch is plain and runs anywhere."""
+    """Kernel of recurrences.  fla: flash-linear-attention (CUDA, bf16).  torch: plain torch, on any device."""
 
     @property
     def may_be_portable(self) -> bool:

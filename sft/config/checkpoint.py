@@ -13,27 +13,29 @@ LOWER_IS_BETTER = {"lm loss": True, "sample loss": True, "perplexity/avg": True,
 
 class CheckpointConfig(Section):
     resume: Path = "auto"
-    """auto: resume if a checkpoint exists.  must: require a checkpoint.  never: refuse checkpoints.  Or a folder."""
+    """auto: resume if a checkpoint exists.  must: require one.  never: refuse to start if there is one.  Or a folder
+    with checkpoints."""
     verify: Literal["off", "size", "full"] = "full"
-    """Check of a checkpoint before loading.  off: no check.  size: file sizes.  full: SHA-256 of all files."""
+    """Check of a checkpoint before loading: none (off), sizes of files (size), SHA-256 of all files (full)."""
     allow_changes: list[str] = []
-    """Keys that may change when a run resumes, although they affect training: [run.seed, data]."""
+    """Keys that affect training and may change when a run resumes: [run.seed, data]."""
     save_every: Positive | None = None
-    """Steps between checkpoints; null means only after the last step."""
+    """Steps between checkpoints; null: only after the last step."""
     save_every_minutes: Annotated[float, Field(gt=0.0)] | None = None
-    """Also save after the first step that ends this many minutes, or more, after the last save."""
+    """Also save after the first step that ends this many minutes after the last save; null: never."""
     save_last: bool = True
     """Save after the last step."""
     async_save: bool = True
-    """Copy the state in host memory, and write the copy while training continues.  false: training waits for saves."""
+    """true: copy the state in host memory, and write the copy while training continues.  false: training waits for
+    saves."""
     keep_last: Annotated[int, Field(ge=2)] | None = None
-    """Number of newest checkpoints to keep, at least 2 (the newest may be damaged); null keeps all."""
+    """Number of newest checkpoints to keep, at least 2 because the newest may be damaged; null: all."""
     keep_every: Positive | None = None
     """Also keep every checkpoint whose step is a multiple of this number."""
     keep_best: str | None = None
-    """Also keep the checkpoint with the best SET/METRIC, a metric of a held-out set: eval/lm loss."""
+    """Also keep the best checkpoint by SET/METRIC, a metric of a held-out set, such as eval/lm loss."""
     export_hf: Literal["none", "last", "best", "every"] = "none"
-    """Checkpoints that the run exports, while it trains, to Hugging Face folders in run.dir/hf_exports."""
+    """Checkpoints that the run exports while it trains, as Hugging Face folders in run.dir/hf_exports."""
 
     @property
     def best(self) -> tuple[str, str] | None:

@@ -33,18 +33,18 @@ Input = str | NamedDataset  # a data file, or a dataset by name
 
 class RowsConfig(Section):
     files: Annotated[list[Path], Field(min_length=1)] | None = None
-    """Files of this source.  A single path means a list of one path."""
+    """Files of this source, or one file."""
     dataset: Path | None = None
-    """Instead of files: name of a dataset on the Hugging Face hub, or a folder that `datasets` can load."""
+    """In place of files: a dataset on the Hugging Face hub, or a folder that `datasets` can load."""
     config: Path | None = None
     """Configuration of the dataset, if it has several."""
     split: Path | None = None
-    """Split of the dataset, or parts of splits, such as "train_sft[:10%]".  null means train."""
+    """Split of the dataset, or parts of splits, such as "train_sft[:10%]"; null: train."""
     revision: Path | None = None
-    """Commit, tag or branch of a dataset on the hub.  null means main.  Only a commit never changes."""
+    """Commit, tag or branch of a dataset on the hub; null: main.  Only a commit never changes."""
     columns: Annotated[dict[Word, Path], Field(min_length=1)] | None = None
-    """For each key of a row, the column that holds it: {messages: conversation}.  Other columns are not read.  null:
-    all columns are read under their own names."""
+    """For each key of a row the column that holds it: {messages: conversation}.  Other columns are not read.  null:
+    columns have the names of the keys."""
 
     @field_validator("files", mode="before")
     @classmethod
@@ -72,61 +72,62 @@ class RowsConfig(Section):
 
 class SourceConfig(RowsConfig):
     weight: Annotated[float, Field(gt=0.0)] | None = None
-    """Relative share of the tokens of an epoch.  An epoch is as short as possible, but contains every sample."""
+    """Relative share of the tokens of an epoch, which contains every sample and is as short as the shares allow."""
     epochs: Annotated[float, Field(gt=0.0)] | None = None
-    """Passes over this source per epoch; 2.5 means two passes and half a pass.  Not together with weights."""
+    """Passes over this source per epoch; 2.5: two passes and half a pass.  Not together with weights."""
 
 
 class DataConfig(Section):
     train: Annotated[list[Path], Field(min_length=1)] | Annotated[dict[Word, SourceConfig], Field(min_length=1)]
-    """Training files (JSONL, JSON or parquet, docs/start/data.md), or named sources: {chat: {files: a.jsonl}}, {chat:
+    """Training files (JSONL, JSON or parquet, docs/start/data.md), or named sources: {chat: {files: a.jsonl}, code:
     {dataset: OWNER/NAME, split: train}}."""
     eval: list[Path] | dict[Name, Path | list[Path] | RowsConfig] | None = None
-    """Held-out files, packed like training data; null: none.  {chat: a.jsonl, code: {dataset: OWNER/NAME}} evaluates
-    two sets."""
+    """Held-out files, packed like training data; null: none.  Two sets: {chat: a.jsonl, code: {dataset:
+    OWNER/NAME}}."""
     tokenizer: Path | None = None
-    """byte (built in), or a folder or hub name with a tokenizer; null means that of model.hf, or byte without it."""
+    """byte (built in), or a folder or hub name with a tokenizer; null: that of model.hf, or byte without model.hf."""
     chat_template: Path | None = None
-    """Jinja file that replaces the tokenizer's own chat template."""
+    """Jinja file that replaces the chat template of the tokenizer."""
     chat_template_kwargs: dict[Variable, bool | int | float | str] = {}
-    """Additional variables for the chat template: true, false, numbers or texts, such as {enable_thinking: false}."""
+    """Additional variables of the chat template (true, false, numbers, texts), such as {enable_thinking: false}."""
     date: Annotated[str, StringConstraints(pattern=r"^\d{4}-\d{2}-\d{2}$")] = "2026-01-01"
-    """Date that a chat template gets if it asks for today's: the same tokens on every day.  Year-month-day."""
+    """Date, YYYY-MM-DD, that a chat template gets if it asks for today's, so that tokens are the same on every day."""
     on_omitted: Literal["report", "error"] = "report"
-    """If the chat template leaves out a text of a chat: count and list the text, or stop with an error."""
+    """If the chat template leaves out a text of a chat: report (count and list the text), or error."""
     supervise: Literal["assistant", "last", "all"] = "assistant"
-    """Supervised tokens: all assistant turns, the last assistant turn, or every token.  See docs/concepts/masks.md."""
+    """Supervised tokens: all assistant turns, the last assistant turn, or every token (docs/concepts/masks.md)."""
     turns: Literal["chat", "each"] = "chat"
     """chat: a chat is rendered once.  each: it is rendered up to every supervised assistant turn, and each rendering
-    trains its last turn, with its own thinking.  Tokens with which several renderings begin are stored and computed
-    once (docs/concepts/trees.md)."""
+    trains its last turn, with its thinking.  Common beginnings are stored and computed once
+    (docs/concepts/trees.md)."""
     supervise_inserted: bool = True
-    """Also supervise text that the template itself puts into an assistant's turn after the prompt, which the model must
-    write: an empty <think></think>, harmony's <|channel|>final<|message|>.  false: the masks of sft 0.1."""
+    """Also supervise text that the template itself writes into an assistant's turn after the prompt, such as an empty
+    <think></think> or harmony's <|channel|>final<|message|>.  false: do not, as sft 0.1."""
     final_end: Annotated[str, StringConstraints(min_length=1)] | Literal["auto"] | None = "auto"
-    """Token that is appended after the last answer if the template writes none (GLM).  auto: the token that
-    generation_config.json and the template's own turns have in common; null: none."""
+    """Token that is appended after the last answer if the template writes none (GLM).  auto: the token that ends the
+    template's own turns and is in generation_config.json; null: none."""
     assistant_control_tokens: list[Annotated[str, StringConstraints(min_length=1)]] = []
-    """Control tokens that the text of an assistant may contain, beside those that the template writes inside its turns:
-    ["[THINK]", "[/THINK]"].  Elsewhere and from others, such text stays text."""
+    """Control tokens that assistant texts of the data may contain, in addition to those that the template writes inside
+    its turns: ["[THINK]", "[/THINK]"].  All other control tokens in texts are tokenised as text."""
     seq_length: Positive
-    """Capacity of a pack in tokens, before context parallelism; also the maximum length of a sample."""
+    """Tokens of a pack before context parallelism; also the maximum length of a sample."""
     doc_multiple: Positive = 32
     """Documents are padded to a multiple of this number, which must be divisible by 2 * cp.  32 suffices for cp 16."""
     over_long: Literal["error", "drop", "cut_turns", "windows"] = "error"
-    """If a sample exceeds seq_length: stop, drop the sample, keep its first turns, or split it into samples."""
+    """If a sample exceeds seq_length: error, drop the sample, keep its first turns (cut_turns), or split it into
+    samples (windows)."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """If a row is unusable: stop with an error, or skip the row.  At most a tenth of a file may be skipped."""
+    """If a row is unusable: stop with an error, or skip the row, but at most a tenth of a file."""
     pad_to_seq_length: bool = False
-    """Pad every pack to seq_length.  All microbatches then have the same shape."""
+    """Pad every pack to seq_length, so that all microbatches have the same shape."""
     shuffle: bool = True
     """Shuffle the samples anew in every epoch."""
     num_workers: Positive | Literal["auto"] = Field("auto", json_schema_extra=UNREPORTED)
-    """Number of processes that tokenise; auto means one per core, at most 32.  It does not change the result."""
+    """Number of processes that tokenise, without influence on the result; auto: one per core, at most 32."""
     cache_dir: Path | None = Field(None, json_schema_extra=UNREPORTED)
-    """Folder of tokenised data; null means run.dir/cache."""
+    """Folder of tokenised data; null: run.dir/cache."""
     plan: Path | None = None
-    """Plan file from `sft data plan --write`; null computes a plan from the data, run.seed and sizes."""
+    """Plan file of `sft data plan --write`; null: a plan is computed from the data, run.seed and sizes."""
 
     @property
     def sources(self) -> dict[str, SourceConfig]:

@@ -8,15 +8,16 @@ from sft.config.section import Positive, Section, divisors
 
 class FullAttentionConfig(Section):
     head_dim: Positive | None = None
-    """Width of a head in layers without a sliding window; null means model.head_dim, as in all other layers."""
+    """Width of a head in layers without a sliding window; null: model.head_dim."""
     num_attention_heads: Positive | None = None
-    """Query heads in layers without a sliding window; null means model.num_attention_heads."""
+    """Query heads in layers without a sliding window; null: model.num_attention_heads."""
     num_query_groups: Positive | None = None
-    """Key/value heads in layers without a sliding window; null means model.num_query_groups."""
+    """Key/value heads in layers without a sliding window; null: model.num_query_groups."""
     sinks: bool = True
-    """false: layers without a sliding window have no model.attention_sinks (MiMo-V2-Flash)."""
+    """Layers without a sliding window have model.attention_sinks (MiMo-V2-Flash: false)."""
     keys_as_values: bool = False
-    """Layers without a sliding window project no values: a value is the value_norm of its key before the key's norm."""
+    """Layers without a sliding window have no value projection: a value is value_norm of the key projection (Gemma
+    4)."""
 
     @property
     def is_used(self) -> bool:

@@ -10,9 +10,9 @@ MlpKind = Literal["dense", "experts", "no MLP"]
 
 class HalvesConfig(Section):
     without_mixer: list[Positive] = []
-    """Layers that are an MLP or experts and no attention, counted from 1 (Nemotron-H)."""
+    """Layers that are only an MLP or experts, counted from 1 (Nemotron-H)."""
     without_mlp: list[Positive] = []
-    """Layers that are attention, or what replaces it, and no MLP, counted from 1 (Nemotron-H)."""
+    """Layers that are only attention, or what replaces it, counted from 1 (Nemotron-H)."""
 
     @property
     def is_used(self) -> bool:

@@ -18,19 +18,19 @@ class LatentAttentionConfig(MixerSection):
     switch = "kv_lora_rank"
     has_te = True
     kv_lora_rank: Positive | None = None
-    """Width of the latent of keys and values; null means ordinary attention."""
+    """Width of the latent of keys and values; null: no latent attention."""
     q_lora_rank: Positive | None = None
-    """Width of the latent of queries; null: queries are a projection of the token itself (Moonlight)."""
+    """Width of the latent of queries; null: queries are a projection of the token (Moonlight)."""
     qk_nope_head_dim: Positive = 128
     """Width of the part of a query and of a key that is not rotated."""
     qk_rope_head_dim: Positive = 64
-    """Width of the part that is rotated."""
+    """Width of the part of a query and of a key that is rotated."""
     v_head_dim: Positive = 128
     """Width of a value and of a head's output."""
     head_gate: bool = False
-    """Multiply the output of each head by sigmoid(gate), a projection of the token (Ling 3.0)."""
+    """Multiply the output of each head by sigmoid(a projection of the token) (Ling 3.0)."""
     norm_epsilon: Annotated[float, Field(gt=0.0)] = 1e-6
-    """Epsilon inside the norms of latents: 1e-6 in released models, whatever model.norm_epsilon is."""
+    """Epsilon of the norms of latents; model.norm_epsilon has no effect on them."""
 
     @property
     def is_used(self) -> bool:

@@ -19,31 +19,32 @@ class LinearAttentionConfig(MixerSection):
     kind = "linear attention"
     is_recurrent = True
     layers: list[Positive] = []
-    """Layers with linear attention in place of attention, counted from 1 (Qwen3-Next: three of four)."""
+    """Layers with linear attention in place of attention, counted from 1."""
     num_key_heads: Positive | None = None
     """Heads of queries and keys; required with layers."""
     num_value_heads: Positive | None = None
-    """Heads of values; each key head serves num_value_heads / num_key_heads of them.  Required with layers."""
+    """Heads of values, a multiple of num_key_heads; required with layers."""
     key_head_dim: Positive = 128
     """Width of a query and of a key."""
     value_head_dim: Positive = 128
     """Width of a value."""
     conv_kernel: Positive = 4
-    """Tokens that the short causal convolution on queries, keys and values sees: a token and those before it."""
+    """Tokens that the short causal convolution on queries, keys and values reads: a token and those before it."""
     decay: Literal["head", "channel"] = "head"
     """A token has a decay for each head (Gated DeltaNet), or for each channel of its keys (Kimi Delta Attention)."""
     low_rank: Positive | None = None
-    """Inner width of the projections to decay and gate, of two matrices each (Kimi-Linear); null: one matrix each."""
+    """Inner width of the projections of decay and gate, which are products of two matrices (Kimi-Linear); null: one
+    matrix."""
     decay_floor: Annotated[float, Field(lt=0.0)] | None = None
-    """Lower limit f of the decay's logarithm, f * sigmoid(exp(A_log) * a) (Ling 3.0); null: it has no limit."""
+    """Lower limit f of the logarithm of the decay, which is f * sigmoid(exp(A_log) * a) (Ling 3.0); null: no limit."""
     gate: Activation = "silu"
     """Activation of the gate on the output (sigmoid: Kimi Delta Attention)."""
     beta_factor: Annotated[float, Field(gt=0.0, le=2.0)] = 1.0
-    """Factor on beta, which is between 0 and 1 without it (Olmo Hybrid: 2, so that a state can change its sign)."""
+    """Factor on beta, which is between 0 and 1 without it (Olmo Hybrid: 2, with which a state can change its sign)."""
     norm_epsilon: Annotated[float, Field(gt=0.0)] | None = None
-    """Epsilon inside the norm after the delta rule (Olmo Hybrid: 1e-5); null means model.norm_epsilon."""
+    """Epsilon of the norm after the delta rule (Olmo Hybrid: 1e-5); null: model.norm_epsilon."""
     norm_placement: Literal["pre", "post", "both"] | None = None
-    """model.norm_placement of layers with linear attention (Olmo Hybrid: pre, beside post); null: as in the others."""
+    """model.norm_placement for layers with linear attention (Olmo Hybrid: pre); null: as in other layers."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         keys, values = self.num_key_heads, self.num_value_heads

@@ -17,27 +17,27 @@ class LoraConfig(Section):
     """y = x W^T + scale (x A^T) B^T; A [rank, in] and B [out, rank] are trained, W is not (arXiv:2106.09685)."""
 
     rank: Positive | None = None
-    """Rows of A and columns of B, of every adapter, for example 16; null trains without adapters."""
+    """Rank of every adapter, for example 16: A has rank rows, B has rank columns.  null: no adapters."""
     alpha: Annotated[float, Field(gt=0.0)] = 32.0
     """The product of B and A is multiplied by alpha / rank, or with rslora by alpha / sqrt(rank)."""
     dropout: float = 0.0
-    """Only 0: a random mask on the input of A would differ between layouts."""
+    """Must be 0: a random mask on the input of A would differ between layouts."""
     targets: Annotated[list[str], Field(min_length=1)] = [ALL_LINEAR]
     """Modules with adapters, by Hugging Face's names: q_proj, patterns with * and ?, or all-linear (not experts)."""
     exclude: list[str] = []
-    """Names or patterns of modules without adapters, although targets name them."""
+    """Modules without adapters, although targets names them; names or patterns."""
     rslora: bool = False
-    """Scale of alpha / sqrt(rank) (rank-stabilised LoRA, arXiv:2312.03732)."""
+    """Scale by alpha / sqrt(rank) (rank-stabilised LoRA, arXiv:2312.03732)."""
     train_embeddings: bool = False
-    """Also train the whole input embedding, which PEFT calls modules_to_save."""
+    """Also train the whole input embedding (PEFT: modules_to_save)."""
     train_head: bool = False
-    """Also train the whole output weight, which PEFT calls modules_to_save."""
+    """Also train the whole output weight (PEFT: modules_to_save)."""
     init_from: Path | None = None
-    """Folder of a PEFT adapter that a new run continues; null means A random and B zero."""
+    """Folder of a PEFT adapter that a new run continues; null: A is random and B is zero."""
     lr_ratio: Annotated[float, Field(gt=0.0)] = 1.0
-    """Learning rate of B divided by that of A, which is optim.lr (LoRA+, arXiv:2402.12354)."""
+    """Learning rate of B / learning rate of A, which is optim.lr (LoRA+, arXiv:2402.12354)."""
     export: Literal["adapter", "merged"] = "adapter"
-    """adapter: exports are PEFT folders.  merged: exports are whole models, with the adapters added to the weights."""
+    """Exports are PEFT folders (adapter), or whole models with the adapters added to the weights (merged)."""
 
     @property
     def is_used(self) -> bool:

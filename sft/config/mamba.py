@@ -13,17 +13,17 @@ class MambaConfig(MixerSection):
     kind = "Mamba-2"
     is_recurrent = True
     layers: list[Positive] = []
-    """Layers with Mamba-2 in place of attention, counted from 1 (Nemotron 3)."""
+    """Layers with Mamba-2 in place of attention, counted from 1."""
     num_heads: Positive | None = None
     """Heads, each with a state of state_dim x head_dim; required with layers."""
     head_dim: Positive = 64
     """Width of a head."""
     num_groups: Positive | None = None
-    """Groups of heads that share B and C and that the gated norm normalises; required with layers."""
+    """Groups of heads that share B and C, and for which the gated norm normalises; required with layers."""
     state_dim: Positive = 128
     """Width of B and of C."""
     conv_kernel: Positive = 4
-    """Tokens that the short causal convolution on x, B and C sees: a token and those before it."""
+    """Tokens that the short causal convolution on x, B and C reads: a token and those before it."""
     min_time_step: Annotated[float, Field(ge=0.0)] = 0.0
     """Smallest time step, after softplus (Nemotron 3: 0.001)."""
     max_time_step: Annotated[float, Field(gt=0.0)] | None = None

@@ -30,51 +30,51 @@ MIXER_SECTIONS: dict[str, type[MixerSection]] = {
 
 class ModelConfig(Section):
     num_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)]
-    """Transformer layers."""
+    """Number of layers."""
     hidden_size: Positive
     """Width of the residual stream."""
     ffn_hidden_size: Positive
     """Width of the MLP."""
     activation: Literal["swiglu", "geglu", "clamped_swiglu", "relu2"] = "swiglu"
-    """Activation of MLP and experts: silu(gate) * up; geglu: gelu in tanh form (Gemma); or clamped (gpt-oss).  relu2:
-    max(x, 0)^2 of one projection x, without a gate (Nemotron-H)."""
+    """Activation of MLP and experts.  swiglu: silu(gate) * up.  geglu: gelu in tanh form (Gemma).  clamped_swiglu:
+    gpt-oss.  relu2: max(x, 0)^2 of one projection x, without a gate (Nemotron-H)."""
     activation_limit: Annotated[float, Field(gt=0.0)] | None = None
-    """clamped_swiglu: gate is at most this number, and up between -limit and limit."""
+    """clamped_swiglu: gate is at most this number, and up is between -limit and limit."""
     activation_alpha: Annotated[float, Field(gt=0.0)] | None = None
     """clamped_swiglu computes gate * sigmoid(alpha * gate) * (up + 1)."""
     swiglu_limits: list[Annotated[float, Field(ge=0.0)]] = []
     """For each layer the limit L of its MLP or shared expert, which computes min(silu(gate), L) * up with up between -L
-    and L (Step-3.5); 0: no limit, and []: in no layer.  Needs activation = swiglu."""
+    and L (Step-3.5); 0: no limit.  []: no limit in any layer.  Needs activation = swiglu."""
     num_attention_heads: Positive
     """Query heads."""
     num_query_groups: Positive | None = None
-    """Key/value heads (GQA); null means as many as query heads."""
+    """Key/value heads (GQA); null: as many as query heads."""
     head_dim: Positive | None = None
-    """Width of a head; null means hidden_size / num_attention_heads."""
+    """Width of a head; null: hidden_size / num_attention_heads."""
     value_head_dim: Positive | None = None
-    """Width of a value and of a head's output, if it is not head_dim (MiMo-V2-Flash: 128 of 192); null: head_dim."""
+    """Width of a value and of a head's output (MiMo-V2-Flash: 128, keys 192); null: head_dim."""
     value_multiplier: Annotated[float, Field(gt=0.0)] = 1.0
-    """Factor on values (MiMo-V2-Flash: 0.707)."""
+    """Values are multiplied by this number (MiMo-V2-Flash: 0.707)."""
     vocab_size: Positive | None = None
-    """Vocabulary size without padding rows; null means the tokenizer's size."""
+    """Vocabulary size without padding rows; null: the size of the tokenizer."""
     norm_epsilon: Annotated[float, Field(gt=0.0)] = 1e-5
     """Epsilon inside RMSNorm."""
     norm_placement: Literal["pre", "post", "both"] = "pre"
     """RMSNorm on the inputs of attention and MLP (pre), on their outputs before the residual sum (post), or both."""
     norm_zero_centered: bool = False
-    """true: weights of norms are offsets from 1 (Gemma, Qwen3-Next)."""
+    """Weights of norms are offsets from 1 (Gemma, Qwen3-Next)."""
     final_norm_zero_centered: bool | None = None
-    """norm_zero_centered of the norm after the last layer (Muse Glimmer: false); null: as in all other norms."""
+    """norm_zero_centered for the norm after the last layer (Muse Glimmer: false); null: as in all other norms."""
     output_norm_epsilon: Annotated[float, Field(gt=0.0)] | None = None
-    """Epsilon inside the norms on outputs of attention and MLP (Muse Glimmer: 1e-8); null means norm_epsilon."""
+    """Epsilon of norms on outputs of attention and MLP (Muse Glimmer: 1e-8); null: norm_epsilon."""
     qk_norm: bool = False
     """RMSNorm on queries and keys, per head (Qwen3) unless qk_norm_across_heads."""
     qk_norm_across_heads: bool = False
-    """true: one RMSNorm over all query heads of a token, and one over all its key heads (Olmo 2).  Needs qk_norm."""
+    """One RMSNorm over all query heads of a token, and one over all its key heads (Olmo 2).  Needs qk_norm."""
     qk_norm_weights: bool = True
-    """false: the norms on queries and keys have no weights (Muse Glimmer).  Needs qk_norm."""
+    """Norms on queries and keys have weights (Muse Glimmer: false)."""
     qk_norm_after_rotary: bool = False
-    """true: the norms of qk_norm follow the rotary positions (Hunyuan)."""
+    """Queries and keys are normed after the rotation (Hunyuan)."""
     value_norm: bool = False
     """RMSNorm without a weight on values, per head (Gemma 4)."""
     qkv_bias: bool = False
@@ -84,21 +84,22 @@ class ModelConfig(Section):
     mlp_bias: bool = False
     """Biases on the projections of MLPs, or of experts (gpt-oss)."""
     attention_sinks: bool = False
-    """A learned score for each query head that takes part in the softmax and has no value (gpt-oss)."""
+    """Each query head has a learned score that takes part in the softmax and has no value (gpt-oss)."""
     tie_embeddings: bool = False
-    """Share one weight between input embedding and output layer."""
+    """Input embedding and output layer share one weight."""
     embedding_multiplier: Annotated[float, Field(gt=0.0)] = 1.0
-    """Factor on the output of the input embedding (Granite)."""
+    """The output of the input embedding is multiplied by this number (Granite)."""
     round_embedding_multiplier: bool = False
     """Round embedding_multiplier to the precision of the weights (Gemma: in bf16 sqrt(5376) = 73.32 is 73.5)."""
     embedding_norm: bool = False
     """RMSNorm without a weight on the output of the input embedding (Muse Glimmer)."""
     residual_multiplier: Annotated[float, Field(gt=0.0)] = 1.0
-    """Factor on the outputs of attention and MLP before they are added to the residual stream (Granite)."""
+    """Outputs of attention and MLP are multiplied by this number before they are added to the residual stream
+    (Granite)."""
     layer_scalar: bool = False
-    """The output of each layer is multiplied by a number that comes with the weights and is not trained (Gemma 4)."""
+    """Multiply the output of each layer by a number that comes with the weights and is not trained (Gemma 4)."""
     attention_multiplier: Annotated[float, Field(gt=0.0)] | None = None
-    """Factor on query-key products (Granite); null means 1 / sqrt(head_dim)."""
+    """Query-key products are multiplied by this number (Granite); null: 1 / sqrt(head_dim)."""
     logits_scaling: Annotated[float, Field(gt=0.0)] = 1.0
     """Logits are divided by this number (Granite)."""
     logits_softcap: Annotated[float, Field(gt=0.0)] | None = None
@@ -106,18 +107,18 @@ class ModelConfig(Section):
     init_std: Annotated[float, Field(gt=0.0)] = 0.02
     """Standard deviation of random initial weights."""
     sliding_window: Positive | None = None
-    """Size w of the sliding window: a token attends to itself and to the w - 1 tokens before it; null: no window."""
+    """Window w: a token attends to itself and to the w - 1 tokens before it; null: no window."""
     sliding_window_layers: list[Positive] | None = None
-    """Layers with a sliding window, counted from 1; null means all that have no state."""
+    """Layers with a sliding window, counted from 1; null: all layers with attention."""
     full_attention: FullAttentionConfig = FullAttentionConfig()
     """Sizes of layers without a sliding window, where they differ from those of layers with one."""
     attention_softcap: Annotated[float, Field(gt=0.0)] | None = None
-    """Limit of attention scores: softcap * tanh(score / softcap) (Gemma 2); null means no limit."""
+    """Limit c of attention scores, which become c * tanh(score / c) (Gemma 2); null: no limit."""
     attention_output_gate: bool = False
-    """Multiply the output of attention by sigmoid(gate), a projection of the token, before the output projection."""
+    """Multiply the output of attention by sigmoid(a projection of the token), before the output projection."""
     attention_head_gate: Literal["sigmoid", "softplus"] | None = None
     """Multiply the output of each head by this function of one number, a projection of the token (Step-3.5: sigmoid,
-    Laguna: softplus); null: no such gate."""
+    Laguna: softplus); null: no gate."""
     linear_attention: LinearAttentionConfig = LinearAttentionConfig()
     """Layers with linear attention (Gated DeltaNet)."""
     mamba: MambaConfig = MambaConfig()
@@ -131,17 +132,20 @@ class ModelConfig(Section):
     moe: MoeConfig = MoeConfig()
     """Mixture of experts."""
     has_mtp: bool = False
-    """The model has a block for multi-token prediction after the last layer; train.mtp sets it."""
+    """The model has a block for multi-token prediction.  train.mtp sets this key."""
     hf: Path | None = None
-    """Hub name (org/name or org/name@revision), folder, or checkpoint of `sft import`: sizes, weights and tokenizer."""
+    """Hub name (org/name or org/name@revision), folder, or checkpoint of `sft import`, which gives sizes, weights and
+    tokenizer."""
     hf_read_once: bool = Field(False, json_schema_extra=UNREPORTED)
-    """One rank reads each weight of `hf`, and sends it to the ranks that hold it too; for a slow shared file system."""
+    """One rank reads each weight of `hf` and sends it to the other ranks that hold it; for a slow shared file
+    system."""
     init_from: Path | None = None
-    """Initial weights of a new run: null means those of `hf`; `random`; or a Megatron checkpoint folder."""
+    """Initial weights of a new run: `random`, or the folder of a Megatron checkpoint; null: those of `hf`."""
     pretrained: Pretrained | None = Field(None, exclude=True)
     """The model that `hf` names.  No key: the reader of recipes sets it."""
     megatron: dict[str, Any] = {}  # megatron_fields.py says which values
-    """Fields of megatron-core's TransformerConfig.  Only those with which a test trained a step can be set."""
+    """Fields of megatron-core's TransformerConfig.  Only the fields below can be set, because a test trained a step
+    with each."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         heads, groups, width = self.num_attention_heads, self.resolved_query_groups, self.resolved_head_dim

@@ -12,41 +12,42 @@ MOST_EXPERTS = 16_384  # experts of a layer; Qwen3-Next has 512
 
 class MoeConfig(Section):
     num_experts: Annotated[int, Field(ge=1, le=MOST_EXPERTS)] | None = None
-    """Number of experts that replace the MLP of every layer but dense_layers; null means a dense model."""
+    """Experts that replace the MLP of every layer but dense_layers; null: a dense model."""
     dense_layers: Annotated[int, Field(ge=0)] = 0
-    """The first so many layers have an MLP of width model.ffn_hidden_size and no experts (GLM-4.5, DeepSeek-V3)."""
+    """Number of first layers that have an MLP of width model.ffn_hidden_size, no experts (GLM-4.5, DeepSeek-V3)."""
     layers: list[Positive] | None = None
-    """Layers with experts, counted from 1; null means all but dense_layers (Nemotron-H has them in some)."""
+    """Layers with experts, counted from 1 (Nemotron-H); null: all but dense_layers."""
     top_k: Positive | None = None
-    """Number of experts that each token goes to; required with num_experts."""
+    """Experts that each token goes to; required with num_experts."""
     ffn_hidden_size: Positive | None = None
-    """Width of an expert's MLP; null means model.ffn_hidden_size."""
+    """Width of an expert's MLP; null: model.ffn_hidden_size."""
     swiglu_limits: list[Annotated[float, Field(ge=0.0)]] = []
-    """model.swiglu_limits of experts: for each layer a limit, or 0."""
+    """model.swiglu_limits for experts: a limit for each layer; 0: no limit."""
     shared_ffn_hidden_size: Positive | None = None
-    """Width of the shared expert, an MLP that every token goes to (Qwen2-MoE); null means no shared expert."""
+    """Width of the shared expert, an MLP that every token goes to (Qwen2-MoE); null: no shared expert."""
     latent_size: Positive | None = None
-    """Experts read a projection of the token to this width, and their sum is projected back (Nemotron 3 Super); router
-    and shared expert read the token.  null: experts read the token."""
+    """Width to which a token is projected before experts read it; their sum is projected back (Nemotron 3 Super).
+    Router and shared expert read the token.  null: so do experts."""
     shared_gate: bool = False
-    """Multiply the output of the shared expert by sigmoid(gate), the product of the token and a learned vector."""
+    """Multiply the output of the shared expert by sigmoid(token * learned vector) (Qwen2-MoE)."""
     own_norms: bool = False
-    """Router, shared expert and experts each have a norm of the residual stream, and the last two have norms on their
-    outputs.  The router scales its input, and the weight of each expert, by learned numbers (Gemma 4)."""
+    """Router, shared expert and experts each norm the residual stream, and the last two norm their outputs.  The router
+    scales its input, and the weight of each expert, by learned numbers (Gemma 4)."""
     normalize_top_k: bool = True
-    """true: the weights of a token's experts sum to 1 (Mixtral, Qwen3).  false: the scores themselves."""
+    """true: the weights of a token's experts sum to 1 (Mixtral, Qwen3).  false: the weights are the scores."""
     score_function: Literal["softmax", "sigmoid"] = "softmax"
-    """Scores of experts: softmax over experts, or sigmoid of each score by itself (DeepSeek-V3, GLM-4.5)."""
+    """Scores of experts: softmax over experts, or sigmoid of each (DeepSeek-V3, GLM-4.5)."""
     scaling_factor: Annotated[float, Field(gt=0.0)] = 1.0
     """Factor on the weights of a token's experts (DeepSeek-V3: 2.5)."""
     num_groups: Positive = 1
-    """Groups of experts, of equal size.  A token chooses groups first, by the sums of their two largest scores."""
+    """Groups of experts, of equal size.  A token first chooses top_groups groups, by the sum of their two largest
+    scores."""
     top_groups: Positive = 1
-    """Number of groups whose experts a token may choose."""
+    """Groups whose experts a token may choose."""
     correction_bias: bool = False
-    """A number for each expert that is added to its score when a token chooses, but not in the weight (DeepSeek-V3)."""
+    """Each expert has a number that is added to its score for the choice, not for the weight (DeepSeek-V3)."""
     bias_update_rate: Annotated[float, Field(ge=0.0)] = 0.0
-    """A step adds this to the correction_bias of experts with few tokens, and subtracts it from others; 1e-3 is usual
+    """Amount by which a step raises the correction_bias of experts with few tokens and lowers the others; 1e-3 is usual
     in pre-training, 0 in fine-tuning."""
     aux_loss_coef: Annotated[float, Field(ge=0.0)] = 0.0
     """Coefficient of the load-balancing loss, summed over layers; 1e-3 is usual."""
@@ -55,7 +56,7 @@ class MoeConfig(Section):
     z_loss_coef: Annotated[float, Field(ge=0.0)] = 0.0
     """Coefficient of the router z-loss (squared log-sum-exp of router scores), summed over layers; 1e-3 is usual."""
     capacity_factor: Annotated[float, Field(gt=0.0)] | None = None
-    """A rank sends an expert at most capacity_factor * tokens * top_k / num_experts tokens; null means no limit."""
+    """A rank sends an expert at most capacity_factor * tokens * top_k / num_experts tokens; null: no limit."""
 
     @property
     def is_mixed(self) -> bool:

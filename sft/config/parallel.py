@@ -14,41 +14,42 @@ class ParallelConfig(Section):
     tp: Positive = 1
     """Tensor-parallel size."""
     cp: Positive = 1
-    """Context-parallel size: each document is split over this many ranks (zigzag)."""
+    """Context-parallel size: the number of ranks over which each document is split."""
     pp: Positive = 1
     """Pipeline-parallel size."""
     ep: Positive = 1
-    """Expert-parallel size: experts are split over this many of the tp x cp x dp ranks of a pipeline stage."""
+    """Expert-parallel size: the number of the tp x cp x dp ranks of a pipeline stage over which experts are split."""
     etp: Positive = 1
-    """Expert-tensor-parallel size: each expert is split over this many ranks."""
+    """Expert-tensor-parallel size: the number of ranks over which each expert is split."""
     virtual_stages: Positive = 1
-    """Model chunks per pipeline rank (interleaved schedule); needs pp > 1."""
+    """Model chunks per pipeline rank (interleaved schedule); above 1 needs pp > 1."""
     sequence_parallel: bool = True
-    """Split norms and residuals over tp along the tokens.  No effect with tp = 1."""
+    """Split norms and residuals along the tokens over tp ranks; without effect with tp = 1."""
     distributed_optimizer: bool = True
     """Shard optimizer states over dp x cp, and the states of an expert over the ranks that hold the expert."""
     shard: Shard = "optimizer"
-    """What each rank of dp x cp holds only a part of: optimizer states; gradients and these; or weights and both."""
+    """What is sharded over the ranks of dp x cp: optimizer states; gradients and optimizer states; or weights,
+    gradients and optimizer states."""
     shard_size: Positive | None = None
-    """Number of ranks of dp x cp that share one copy with shard = gradients or weights (HSDP); null: all of them."""
+    """With shard = gradients or weights: number of ranks of dp x cp that together hold one copy (HSDP); null: all."""
     overlap: bool = True
-    """Overlap reductions of gradients with compute (CUDA only)."""
+    """Overlap reductions of gradients with computing (CUDA only)."""
     cp_comm: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
-    """How te moves keys and values over cp (not yet run on GPUs).  The portable backend always all-gathers."""
+    """How te moves keys and values over cp (not yet run on GPUs).  portable always all-gathers."""
     cp_a2a: Positive | None = None
-    """With a2a+p2p: number of neighbouring cp ranks that exchange heads (a2a).  A ring (p2p) connects the groups."""
+    """With a2a+p2p: number of neighbouring cp ranks that exchange heads (a2a); a ring (p2p) connects these groups."""
 
     dynamic_cp: bool = False
-    """Give each pack a CP size of its own: a power of two that divides cp, or cp.  Short documents then need no CP."""
+    """Each pack has its own CP size, a power of two that divides cp, or cp.  Short documents then need no CP."""
     gpus_per_node: Positive = 8
-    """GPUs of a node.  Dynamic CP weighs messages between nodes with inter_node_gb_s."""
+    """GPUs of a node."""
     intra_node_gb_s: PositiveFloat = 300.0
-    """Bytes per second that a GPU receives from GPUs of its node, in GB.  Assumed; dynamic CP weighs groups with it."""
+    """GB per second that a GPU receives from GPUs of its node (assumed).  Dynamic CP uses it to choose CP sizes."""
     inter_node_gb_s: PositiveFloat = 40.0
-    """Bytes per second that a GPU receives from other nodes, in GB.  Assumed; dynamic CP weighs groups with it."""
+    """GB per second that a GPU receives from other nodes (assumed).  Dynamic CP uses it to choose CP sizes."""
 
     ep_comm: Literal["alltoall", "deepep"] = "alltoall"
-    """How tokens travel to experts: NCCL's all-to-all, or the kernels of the package deep_ep (not yet run on GPUs)."""
+    """How tokens travel to experts: NCCL's all-to-all, or kernels of the package deep_ep (not yet run on GPUs)."""
 
     @property
     def shards_gradients(self) -> bool:

@@ -11,14 +11,14 @@ from sft.config.section import Positive, Section
 
 class RopeConfig(Section):
     base: Annotated[float, Field(gt=1.0)] = 10000.0
-    """Base period (theta) of the rotary embedding."""
+    """Base period (theta)."""
     fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Part of each head that is rotated, from its first number on (Qwen3-Next: 0.25)."""
+    """Share of each head that is rotated, from its first number on (Qwen3-Next: 0.25)."""
     scaling: Literal["none", "linear", "llama3", "yarn", "proportional"] = "none"
-    """Method that changes the frequencies for contexts beyond `original_max_position`; or proportional (Gemma 4): those
-    of whole heads, of which all above `fraction` are 0.  Layers with a window_base then rotate whole heads."""
+    """Method that changes the frequencies for contexts beyond `original_max_position`; or proportional (Gemma 4):
+    frequencies of whole heads, of which all above `fraction` are 0, except in layers with a window_base."""
     factor: Annotated[float, Field(ge=1.0)] = 1.0
-    """Context extension factor: 1 with scaling none or proportional, above 1 with every other scaling."""
+    """Factor of the extension of the context: 1 with none and proportional, above 1 with every other scaling."""
     original_max_position: Positive | None = None
     """Context length of the model before scaling; required by llama3 and yarn."""
     low_freq_factor: Annotated[float, Field(gt=0.0)] = 1.0
@@ -30,21 +30,23 @@ class RopeConfig(Section):
     beta_slow: Annotated[float, Field(gt=0.0)] = 1.0
     """yarn: dimensions with fewer rotations than this over the original context are fully scaled."""
     attention_factor: Annotated[float, Field(gt=0.0)] | None = None
-    """yarn: factor on queries and keys (attention temperature); null means 0.1 ln(factor) + 1."""
+    """yarn: factor on queries and keys; null: 0.1 ln(factor) + 1."""
     truncate: bool = True
-    """yarn: the first and last partly scaled dimensions are rounded to whole numbers; false: they are not (gpt-oss)."""
+    """yarn: round the first and last partly scaled dimensions to whole numbers (gpt-oss: false)."""
     query_scale_beta: Annotated[float, Field(gt=0.0)] | None = None
-    """Factor on queries: 1 + beta * ln(1 + floor(position / original_max_position)) (Ministral 3); null: no factor."""
+    """Queries are multiplied by 1 + beta * ln(1 + floor(position / original_max_position)) (Ministral 3); null: no
+    factor."""
     window_base: Annotated[float, Field(gt=1.0)] | None = None
-    """Base period in layers with a sliding window, which then do not scale frequencies (Olmo 3); null: these layers use
-    `base` and `scaling`, like all others."""
+    """Base period in layers with a sliding window, which then do not scale frequencies (Olmo 3); null: `base` and
+    `scaling` of all layers."""
     window_fraction: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """`fraction` in layers with a window_base (Laguna: whole heads, half of a head elsewhere); null: these layers use
-    `fraction`, like all others."""
+    """`fraction` in layers with a sliding window (Laguna: 1, in other layers 0.5); null: `fraction`.  Needs
+    window_base."""
     skip_layers: list[Positive] = []
     """Layers without rotary positions, counted from 1 (SmolLM3)."""
     interleaved: bool = False
-    """true: the numbers 0 and 1 of a head are rotated together, then 2 and 3 (DeepSeek); false: those of its halves."""
+    """true: numbers 0 and 1 of a head are rotated together, then 2 and 3 (DeepSeek).  false: a number of the first half
+    with one of the second."""
     mscale_all_dim: Annotated[float, Field(gt=0.0)] | None = None
     """yarn with latent attention: query-key products are multiplied by (0.1 * mscale_all_dim * ln(factor) + 1)^2."""
 

@@ -15,40 +15,42 @@ class RunConfig(Section):
     dir: Path = Field(json_schema_extra=UNREPORTED)
     """Folder of recipe.yaml, data.json, metrics.jsonl, tensorboard/, checkpoints/.  Each run needs its own folder."""
     device: Literal["auto", "cuda", "cpu"] = Field("auto", json_schema_extra=UNREPORTED)
-    """auto selects CUDA if torch finds it.  The CPU supports every kind of parallelism, with gloo."""
+    """auto is cuda if torch finds a GPU.  The CPU supports every kind of parallelism, with gloo."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """bf16 keeps main parameters and gradients in fp32.  fp32 is for comparisons and CPU runs."""
     fp8: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = None
-    """FP8 recipe of linear layers; null means no FP8.  Needs Transformer Engine and bf16.  Not yet run on GPUs."""
+    """FP8 recipe of linear layers; needs Transformer Engine and bf16.  null: no FP8.  Not yet run on GPUs."""
     modules: Literal["auto", "te", "local"] = "auto"
-    """Linear layers and experts: te is Transformer Engine's (CUDA, bf16), local is core's, auto is te where it runs."""
+    """Linear layers and experts: te (Transformer Engine; CUDA, bf16), local (megatron-core), or auto: te where it
+    runs."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1234
-    """Random seed of initial weights and data order."""
+    """Random seed of initial weights and of the order of data."""
     deterministic: bool = False
-    """Use only algorithms whose results are bitwise repeatable on GPUs; slower.  A CPU is repeatable without it."""
+    """Use only algorithms whose results repeat bit for bit on a GPU; slower.  A CPU repeats them without it."""
     timeout_s: Positive = Field(1800, json_schema_extra=UNREPORTED)
     """Seconds that a rank may wait for another rank, also while rank 0 reads the data files at the start."""
     progress_timeout_s: Positive | None = Field(1800, json_schema_extra=UNREPORTED)
-    """Seconds that a forward or backward pass of a microbatch, or a save, may take.  Then the run ends with stacks."""
+    """Seconds that a pass of a microbatch or a save may take.  A longer one ends the run and prints all stacks; null:
+    no limit."""
     exit_after_minutes: Annotated[float, Field(gt=0.0)] | None = Field(None, json_schema_extra=UNREPORTED)
-    """Minutes after which the run saves and exits.  A SLURM job also saves and exits run.grace_s before its end."""
+    """Minutes after which the run saves and exits; null: no limit.  A SLURM job also does so grace_s before its end."""
     grace_s: Positive = Field(100, json_schema_extra=UNREPORTED)
     """Seconds from a stop signal to the end of the process.  A step and a save must finish within this time."""
 
 
 class LogConfig(Section):
     every: Positive = 1
-    """Steps between lines on the console; metrics.jsonl and TensorBoard record every step."""
+    """Steps between lines on the console.  metrics.jsonl and TensorBoard record every step."""
     tensorboard: bool = True
     """Write TensorBoard events to run.dir/tensorboard."""
     wandb: Annotated[str, StringConstraints(min_length=1)] | None = None
-    """Project at Weights & Biases; null logs nothing there.  WANDB_* environment variables set account and server."""
+    """Project at Weights & Biases; null: none.  Environment variables WANDB_* set account and server."""
     mlflow: Annotated[str, StringConstraints(min_length=1)] | None = None
-    """Experiment of MLflow; null logs nothing there.  MLFLOW_TRACKING_URI sets the server or database."""
+    """Experiment of MLflow; null: none.  MLFLOW_TRACKING_URI sets the server or database."""
     position_edges: list[Positive] = [4096, 16384, 65536]
-    """Edges of position ranges in a document.  The loss is also logged for each range."""
+    """Edges of ranges of positions in a document; the loss is also logged for each range."""
     peak_tflops: Annotated[float, Field(gt=0.0)] | None = None
-    """Peak dense TFLOPS of one GPU in the run's precision (H100 SXM bf16: 989), for MFU; null logs no MFU."""
+    """Peak dense TFLOPS of one GPU in the run's precision (H100 SXM bf16: 989), for MFU; null: no MFU is logged."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         if self.position_edges != sorted(set(self.position_edges)):
@@ -57,9 +59,9 @@ class LogConfig(Section):
 
 class MemoryProfile(Section):
     steps: Steps | None = None
-    """Steps (from 1) after which each chosen rank writes its CUDA memory history; null records none."""
+    """Steps, from 1, after which each chosen rank writes its CUDA memory history; null: none."""
     max_entries: Positive = 100000
-    """Number of newest allocations and frees that a rank records.  Each takes several KB of host memory."""
+    """Number of newest allocations and frees that a rank records; each takes several KB of host memory."""
     ranks: Ranks = "all"
     """Ranks that record memory: all ranks, a list, or stage (dp, cp and tp rank 0 of each pipeline stage)."""
 
@@ -71,7 +73,7 @@ class MemoryProfile(Section):
 
 class TorchProfile(Section):
     steps: Steps | None = None
-    """Steps (from 1) for which each chosen rank writes a Chrome trace; null traces none."""
+    """Steps, from 1, for which each chosen rank writes a Chrome trace; null: none."""
     ranks: Ranks = "all"
     """Ranks that write traces: all ranks, a list, or stage (dp, cp and tp rank 0 of each pipeline stage)."""
 

@@ -16,30 +16,32 @@ MtpMode = Literal["off", "detached", "joint"]
 
 class TrainConfig(Section):
     num_steps: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
-    """Number of optimizer steps.  Give num_steps or num_epochs."""
+    """Optimizer steps of the run.  Give num_steps or num_epochs."""
     num_epochs: Annotated[int, Field(ge=1, le=100_000)] | None = None
-    """Number of passes over the data.  Give num_steps or num_epochs."""
+    """Passes over the data.  Give num_steps or num_epochs."""
     global_batch_size: Positive
     """Packs per optimizer step, over all data-parallel ranks."""
     recompute: Recompute = "none"
-    """Recomputed in backward: none; norms, MLP or experts, linear attention (selective); all but attention
-    (attention_kept); whole layers (full)."""
+    """What backward recomputes.  none: nothing.  selective: norms, MLP or experts, linear attention.  attention_kept:
+    all but softmax attention.  full: whole layers."""
     mlp_tile: Positive | None = None
-    """Tokens per tile.  The MLP is computed and recomputed tile by tile; null means all tokens at once."""
+    """Tokens for which the MLP is computed, and recomputed, at one time; null: all tokens."""
     head_chunks: Positive | None = None
-    """Chunks of heads.  Softmax attention and its projections are computed chunk by chunk; null means at once."""
+    """Number of chunks of heads for which softmax attention and its projections are computed one after another; null:
+    one."""
     offload_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Share of a rank's layers, from the first on, whose activations are offloaded; needs recompute."""
+    """Share of a rank's layers, from the first on, whose activations are offloaded to the host; needs recompute."""
     freeze: list[str] = []
-    """Weights that are not trained, by Hugging Face's names: embed_tokens, patterns such as model.layers.1?.*."""
+    """Weights that are not trained, by Hugging Face's names: embed_tokens, or patterns such as model.layers.1?.*."""
     mtp: MtpMode = "off"
-    """Train the block for multi-token prediction: off passes it through; detached: alone; joint: with the model."""
+    """Block for multi-token prediction.  off: passed through.  detached: trained alone.  joint: trained with the
+    model."""
     mtp_loss_weight: Annotated[float, Field(gt=0.0)] = 0.1
-    """Weight of the loss of multi-token prediction in the objective; needs mtp = detached or joint."""
+    """Weight of the loss of multi-token prediction in the objective."""
     eval_every: Positive | None = None
-    """Steps between evaluations; null means only before the first step and at the end."""
+    """Steps between evaluations; null: only before the first step and at the end."""
     max_nonfinite_steps: NonNegative = 2
-    """Number of consecutive non-finite steps that the run may skip; one more ends the run."""
+    """Consecutive non-finite steps that the run may skip; one more ends the run."""
 
     @property
     def repeats_attention(self) -> bool:
@@ -67,21 +69,23 @@ class TrainConfig(Section):
 
 class LossConfig(Section):
     impl: Literal["fused", "chunked", "full"] = "fused"
-    """fused: logits of supervised tokens, in chunks.  chunked: logits of all tokens.  full: megatron-core's own."""
+    """Logits that exist at one time.  fused: of a chunk of supervised tokens.  chunked: of a chunk of all tokens.
+    full: all, by megatron-core."""
     chunk_size: Positive | None | Literal["auto"] = "auto"
-    """Tokens per chunk.  auto: 4096 supervised tokens (fused) or 1024 tokens (chunked).  null: one chunk."""
+    """Tokens of a chunk.  auto: 4096 (fused) or 1024 (chunked).  null: one chunk."""
     reduction: Literal["token", "sample", "sqrt"] = "token"
-    """Weight of each of a sample's n supervised tokens: 1, 1 / n (every sample counts the same) or 1 / sqrt(n)."""
+    """Weight of each supervised token of a sample with n of them: 1, 1 / n or 1 / sqrt(n)."""
     shared: Literal["each", "once"] = "each"
     """How often a token counts that several texts of a tree supervise (data.turns, completions).  each: once for each
-    text, as if the texts were separate samples.  once: for the first text of a sample only; the samples of a tree that
-    is split at data.seq_length count it once each."""
+    text, as if texts were separate samples.  once: once for each sample."""
     denominator: Literal["weights", "tokens"] = "weights"
-    """Divisor of the weighted loss sum of the global batch: the sum of weights, or the number of supervised tokens."""
+    """Divisor of the weighted sum of losses of the global batch: the sum of weights, or the number of supervised
+    tokens."""
     z_loss_coef: Annotated[float, Field(ge=0.0)] = 0.0
     """Coefficient of the z-loss (squared log-sum-exp of the logits), which keeps logits small; 1e-4 is usual."""
     entropy_coef: float = 0.0
-    """Coefficient of the entropy, which is subtracted from the loss: above 0 flattens predictions, below 0 sharpens."""
+    """Coefficient of the entropy, which is subtracted from the loss: above 0 flattens predictions, below 0 sharpens
+    them."""
     entropy: bool = False
     """Log the mean entropy of supervised tokens, without a gradient, even if entropy_coef is 0."""
 
@@ -139,28 +143,28 @@ class OptimConfig(Section):
     min_lr: Annotated[float, Field(ge=0.0)] = 0.0
     """Learning rate at the last step (all schedules but constant)."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """Learning rate after warm-up.  wsd keeps the peak and decays over the last wsd_decay_fraction of the run."""
+    """Learning rate after warm-up.  wsd: the peak, then linear decay over the last wsd_decay_fraction of the run."""
     warmup_steps: NonNegative | None = None
-    """Steps of linear warm-up.  Give warmup_steps, warmup_fraction or neither (no warm-up)."""
+    """Steps of linear warm-up.  Give warmup_steps or warmup_fraction; without both there is no warm-up."""
     warmup_fraction: Fraction | None = None
-    """Warm-up as a fraction of all steps."""
+    """Linear warm-up as a fraction of all steps."""
     wsd_decay_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
-    """Share of the steps, at the end of the run, in which wsd decays linearly."""
+    """Fraction of all steps, at the end of the run, in which wsd decays."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    """Decoupled weight decay.  Biases and norms are excluded."""
+    """Decoupled weight decay, except of biases and norms."""
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
-    """Adam's first-moment decay."""
+    """Decay of Adam's first moment."""
     beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
-    """Adam's second-moment decay."""
+    """Decay of Adam's second moment."""
     epsilon: Annotated[float, Field(gt=0.0)] = 1e-8
     """Adam's epsilon."""
     clip_grad: Annotated[float, Field(ge=0.0)] = 1.0
-    """Maximum gradient norm; 0 disables clipping."""
+    """Maximum gradient norm; 0: no clipping."""
     offload_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Share of Adam's states in host memory (16 bytes per parameter); needs bf16 and distributed_optimizer."""
     grad_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type of the gradients of a step.  bf16 takes half the memory and messages, and rounds sums over ranks; needs one
-    microbatch per step on each rank, and run.precision = bf16."""
+    """Type of the gradients.  bf16 takes half the memory and messages, and rounds sums over ranks; needs one microbatch
+    per step on each rank, and run.precision = bf16."""
 
     @property
     def gradient_bytes(self) -> int:

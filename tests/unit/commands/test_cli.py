@@ -187,7 +187,7 @@ def test_explain_a_group(capsys: pytest.CaptureFixture[str]) -> None:
 attention.backend = "auto"
     from     default
     type     one of auto, te, portable; default "auto"
-    meaning  te is Transformer Engine (CUDA); portable has the kernels below and runs anywhere, cp included.
+    meaning  te: Transformer Engine (CUDA).  portable: the kernels below, on any device, also with cp.
 attention.kernels = null
     from     default
     type     one of fa4, fa3, fa2, ffpa, torch or a list of such, not empty, or null; default null
@@ -195,7 +195,7 @@ attention.kernels = null
 attention.delta_rule = "auto"
     from     default
     type     one of auto, torch, fla; default "auto"
-    meaning  Kernel of recurrences: fla is flash-linear-attention (CUDA, bf16); torch is plain and runs anywhere.
+    meaning  Kernel of recurrences.  fla: flash-linear-attention (CUDA, bf16).  torch: plain torch, on any device.
 """
 
 

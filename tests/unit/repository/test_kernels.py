@@ -252,7 +252,9 @@ def test_the_page_names_failures_refusals_and_what_pinned_packages_change(
     page.write_text(f"# Title\n{table.BEGIN}old\n{table.END}end\n")
     monkeypatch.setattr(table, "PAGE", page)
     found = [_compiled("fwd", 8), _compiled("bwd", 0, "backward")]
-    good, bad = Result(FLASH4, "64/64, 8 heads a key, window", "sm_90a", found, "", 30.0), Result(FFPA, "512/512", "sm_90a", [], "broke", 30.0)
+    good, bad = Result(FLASH4, "64/64, 8 heads a key, window", "sm_90a", found, "", 30.0), Result(
+        FFPA, "512/512", "sm_90a", [], "broke", 30.0
+    )
     refused = Result(
         REFUSED, "FlashAttention-4, 512/512", "sm_100a", [_compiled("AssertionError: too `wide`", 0)], "", 60.0
     )

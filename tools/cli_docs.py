@@ -15,11 +15,9 @@ from tools import page_text
 _INTRO = """\
 # The command line
 
-Which commands are there, what do they take, and how do they end? tools/cli_docs.py generates this page from the
-parsers of the commands; run `python -m tools.pages` after a change. `sft COMMAND --help` prints the same.
-
-A setting (`KEY=VALUE`) replaces a key of the recipe and has no dashes: `optim.lr=1e-5`. [config.md](config.md) lists
-the keys. Settings and options may stand in any order after the recipe.
+`sft COMMAND --help` prints the same. A setting (`KEY=VALUE`) replaces a [key of the recipe](config.md):
+`optim.lr=1e-5`. Settings and options may stand in any order after the recipe. tools/cli_docs.py generates this page
+from the parsers of the commands.
 
 """
 # The meaning of exit codes for all commands; EXIT_CODES has the further meanings for some commands.
@@ -27,12 +25,12 @@ _ALL = """\
 | exit code | meaning |
 |---|---|
 | 0 | done |
-| 1 | a disk failed while a run wrote, a rank was lost, or the code has a bug: `sft status` says if to start again |
+| 1 | a disk failed, a rank was lost, or the code has a bug: `sft status` says whether to start the run again |
 | 2 | a mistake in recipe, data, checkpoint or arguments: one paragraph says what, where, and what would work |
 | 130 | interrupted by Ctrl-C |
 
 `sft train --processes` ends with the code of its first process that failed. torchrun turns every nonzero exit code into
-1. `sft status` reads how the run ended from its folder
+1; `sft status` reads how the run ended from its folder
 ([launch](../how-to/launch.md#how-a-job-ends-and-whether-it-starts-again)).
 
 """
@@ -70,7 +68,7 @@ def _commands(
 
 def _section(name: str, about: str, parser: argparse.ArgumentParser) -> Iterator[str]:
     yield f"## sft {name}\n"
-    yield from page_text.folded(f"{about[:1].upper()}{about[1:]}.")
+    yield from page_text.folded(f"{about[:1].upper()}{about[1:]}" + ("" if about.endswith("?") else "."))
     usage = re.sub(r"\s+", " ", parser.format_usage().removeprefix("usage: ")).replace("[-h] ", "")
     yield "\n```text"
     yield from textwrap.wrap(usage, 110, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)

@@ -15,24 +15,26 @@ _MODELS = ("qwen3_0p6b", "qwen3_8b", "llama31_8b", "qwen3_30b", "gpt_oss", "gemm
 _INTRO = """\
 # The recipes
 
-Which recipes are there, on which hardware do they run, and what is expected of them? tools/recipes_docs.py generates
-this page from [recipes/](../../recipes); run `python -m tools.pages` after a change.
-
-A recipe names its data as `data/train.jsonl`. Check a recipe before a launch: `sft check RECIPE --world-size N`.
+A recipe names its data as `data/train.jsonl`. Check it before a launch: `sft check RECIPE --world-size N`.
+tools/recipes_docs.py generates this page from [recipes/](../../recipes).
 
 ## Written by hand
+
+A recipe of GPUs is for cards of 80 GB in nodes of 8. Comments in each recipe have the command, the calculated memory
+and related recipes. The two demos were measured on CPUs; **no other recipe has run on GPUs yet.**
 """
 _PLANNED = """
 ## Written by the planner
 
-`sft plan` chose these layouts ([plan](../how-to/plan.md)) for GPUs of type h100 (80 GB) in nodes of 8 with a 400 Gbit/s
-network, packs that hold one document each, and hosts of which offloading may use 1000 GiB (llama31_8b_5m_1n: 1300 GiB).
-**All numbers are predicted, not measured, with assumed constants.** Memory is that of the fullest GPU; each recipe says
-how much of it a run can use. The numbers of tokens are per second and GPU. YaRN by a large factor is only a start: look
-at the loss by position. Write the recipe anew for other hardware or data:
+[`sft plan`](../how-to/plan.md) chose these layouts for H100 GPUs (80 GB) in nodes of 8 with a 400 Gbit/s network, packs
+of one document, and hosts of which offloading may use 1000 GiB (llama31_8b_5m_1n: 1300 GiB). **All numbers are
+predicted, not measured, with assumed constants.** GiB is the memory of the fullest GPU, and tokens are per second and
+GPU. YaRN by a large factor is only a start: look at the loss by position. For other hardware or data:
 `sft plan --model RECIPE --gpus N --gpu h200 --lengths data --write FILE`. `python -m tools.plan_recipes` writes all of
-them again. In layouts, "weights" or "gradients" is `parallel.shard`, "offload" `train.offload_fraction`, "tile"
-`train.mlp_tile`, "chunks" `train.head_chunks`, and "optim" `optim.offload_fraction`.
+them again.
+
+"weights" and "gradients" are `parallel.shard`, "offload" `train.offload_fraction`, "tile" `train.mlp_tile`, "chunks"
+`train.head_chunks`, and "optim" `optim.offload_fraction`.
 """
 
 
@@ -53,7 +55,9 @@ def _by_hand(paths: list[Path]) -> Iterator[str]:
     for path in paths:
         lines = header(path)
         purpose, hardware = (" ".join(lines[name].split()).rstrip(".") for name in ("Purpose", "Hardware"))
-        yield from page_text.folded(f"- [{path.name}](../../recipes/{path.name}) {purpose}. Hardware: {hardware}.")
+        shorter = re.sub(r" of 80 GB, \w+ nodes?", "", hardware)
+        text = f"- [{path.stem}](../../recipes/{path.name}): {purpose.removeprefix('trains ')}. {shorter}."
+        yield from page_text.folded(text)
 
 
 def _by_planner(paths: list[Path]) -> Iterator[str]:

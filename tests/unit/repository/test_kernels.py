@@ -276,8 +276,8 @@ def test_the_page_names_failures_refusals_and_what_pinned_packages_change(
         "- sm_100a, 256/256: plain torch",
         "- FlashAttention-4, 512/512, sm_100a: it has heads of up to 192. The package says: `too wide`",
         "2026-01-02: triton 0. 1 of 4 compilations, 0 minutes of one core, 0 failed.",
-        "- FlashAttention-4, 64/64, 8 heads a key, window, sm_90a, forward: 168 registers, 16 bytes spilled, 1 KiB shared;"
-        "\n  above 168 registers, 8 bytes spilled, 1 KiB shared",
+        "- FlashAttention-4, 64/64, 8 heads a key, window, sm_90a, forward: 168 registers, 16 bytes spilled, "
+        "1 KiB shared;\n  above 168 registers, 8 bytes spilled, 1 KiB shared",
         "- sm_90a  ffpa-attn, 512/512: FAILED: broke, 30 s",
     ):
         assert f"\n{line}\n" in text

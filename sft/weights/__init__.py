@@ -1,1 +1,1 @@
-"""Where the weights of a run come from, and where they go: files of models, adapters, exports."""
+"""Loads the weights of a run, selects those that it trains, and exports them."""

@@ -32,10 +32,11 @@ COMPANIONS = (
     "chat_template.json",
     "additional_chat_templates/*.jinja",
 )
-_OVERHEAD_BYTES = 16 << 20  # indexes, headers and companions
+_OVERHEAD_BYTES = 16 << 20  # size of indexes, headers and companions, which `num_bytes` does not include
 
 
 def refuse_existing(target: Path) -> None:
+    """Raise CheckpointError if `target` exists, even as a broken link."""
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists; nothing was written.  Remove it, or name another folder.")
 
@@ -44,9 +45,9 @@ def refuse_existing(target: Path) -> None:
 def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
     """A context manager for an empty folder, which is renamed to `target` at the end, or removed after an error.
 
-    num_bytes: approximate size of the folder
-    Raises CheckpointError if the target exists, if the disk has no room, or if a file to copy is not safe.  For a disk
-    error in the block, raises StorageError if another try may succeed, else CheckpointError.
+    num_bytes: size of the large files that the block writes
+    Raises CheckpointError if the target exists, if the disk has no room, or if the block raises UnsafeFileError.  For
+    an OSError in the block, raises StorageError if another try may succeed, else CheckpointError.
     """
     refuse_existing(target)
     parent = target.absolute().parent
@@ -78,7 +79,7 @@ def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def copy_companions(source: Path, target: Path, patterns: Iterable[str] = COMPANIONS) -> list[str]:
-    """Copy the files of `patterns` that `source` contains.  Returns their names.
+    """Copy the files in `source` that match one of `patterns` to `target`.  Returns their names.
 
     Raises UnsafeFileError if one of these files is not a regular file in `source`.
     """

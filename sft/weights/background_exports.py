@@ -2,8 +2,8 @@
 
     run.dir/hf_exports/
         iter_0000100/       export_hf = every: the checkpoint of step 100
-        best_0000100/       best: the best checkpoint; replaces the export of the previous best checkpoint
-        last_0000200/       last: the checkpoint of the last step
+        best_0000100/       export_hf = best: the best checkpoint; replaces the export of the previous best checkpoint
+        last_0000200/       export_hf = last: the checkpoint of the last step
         last_0000200.log    the output of the export
 
 An export is a process, `sft export`, which reads the published checkpoint, uses no GPU and ends with the run.  One
@@ -49,7 +49,7 @@ class Exports:
         self._is_stopped = False
 
     def resumed(self, state: TrainState, *, is_last: bool) -> None:
-        """Remove what a killed export left, and make the exports that are due and missing.
+        """Remove temporary folders of a killed export, and make the exports that are due and missing.
 
         state: the state from which the run continues; is_last: whether its step is the last step of the run
         """
@@ -70,7 +70,7 @@ class Exports:
             return
         with self._changed:
             if self._mode == "best":
-                del self._steps[1:]  # this checkpoint is better
+                del self._steps[1:]  # exports of earlier best checkpoints that have not begun
             if step not in self._steps:
                 self._steps.append(step)
             self._failed.pop(step, None)
@@ -79,18 +79,18 @@ class Exports:
                 self._worker.start()
 
     def in_use(self) -> Collection[int]:
-        """The steps whose checkpoints must not be removed, because their exports are not complete."""
+        """The steps whose checkpoints must not be removed, because their exports are running, waiting or failed."""
         with self._changed:
             return {*self._steps, *self._failed}
 
     def is_busy(self, *, wait_s: float) -> bool:
-        """Whether exports are left after at most `wait_s` seconds."""
+        """Wait until all exports are done, at most `wait_s` seconds.  Returns whether some are still left."""
         with self._changed:
             self._changed.wait_for(lambda: not self._steps, wait_s)
             return bool(self._steps)
 
     def num_bytes(self) -> int:
-        """Bytes that the running export has written."""
+        """The number of bytes that the running export has written."""
         return sum(file.stat().st_size for file in self._folder.glob("*.tmp-*/*"))
 
     def stop(self) -> None:
@@ -119,9 +119,9 @@ class Exports:
         return self._folder / f"{self._prefix}_{step:07d}"
 
     def _is_exported(self, step: int) -> bool:
-        """Whether the present checkpoint of this step is exported.
+        """Whether there is an export of the checkpoint that this step has now.
 
-        An existing export may be of a given-up checkpoint of the same step, if the run resumed from an earlier step.
+        If the run resumed from an earlier step, an older checkpoint of the same step may have been exported.
         """
         checkpoint = self._run / "checkpoints" / folders.name_of(step) / manifest.NAME
         try:
@@ -155,10 +155,10 @@ class Exports:
                 self._changed.notify_all()
 
     def _export(self, step: int) -> str | None:
-        """Export one checkpoint.  Returns the reason of a failure."""
+        """Export the checkpoint of `step`.  Returns the reason if that fails, else None."""
         target, started = self._target(step), time.monotonic()
         self._folder.mkdir(exist_ok=True)
-        self._remove(target)  # an export of a checkpoint that was given up
+        self._remove(target)  # an export of an older checkpoint of this step
         log = target.with_name(f"{target.name}.log")
         command = [sys.executable, "-m", "sft", "export", "--end-with", str(os.getpid())]
         command += [str(self._run / "checkpoints" / folders.name_of(step)), str(target)]

@@ -36,7 +36,7 @@ from sft.weights import kept
 from sft.weights.atomic_folder import new_folder, refuse_existing
 from sft.weights.torch_dist import TorchDistWriter
 
-BLOCK_BYTES = 256 << 20  # largest block in memory and largest stored chunk; reading one row loads its whole chunk
+BLOCK_BYTES = 256 << 20  # largest block in memory, which is stored as one chunk; reading a row loads its whole chunk
 
 # Parts of a layer whose weights do not belong to modules of Transformer Engine.
 _PLAIN_PARTS = ("router", "shared gate")
@@ -120,7 +120,7 @@ def _write_tensor(
 
 
 def split_into_blocks(spans: list[RowSpan], max_rows: int) -> Iterator[list[RowSpan]]:
-    """Split and combine the spans into blocks of at most `max_rows` rows.
+    """Split and combine the spans into blocks of `max_rows` rows; the last block may have fewer.
 
     span A of 3 rows, span B of 2 rows, max_rows 2 -> [A0 A1], [A2 B0], [B1]
     """
@@ -158,9 +158,9 @@ def _write_common(folder: Path, model: ModelConfig, *, padded_vocab_size: int, p
 
 
 def _extra_state_keys(model: ModelConfig) -> list[str]:
-    """Keys of the objects that Megatron-LM expects in addition to the tensors.  An object holds FP8 scales, or None.
+    """Keys of the objects that Megatron-LM expects in addition to the tensors: FP8 scales of a module, here None.
 
-    Megatron-LM ignores keys that it does not request.  It requests those of norms only with Transformer Engine.
+    Megatron-LM requests the keys of norms only with Transformer Engine, and ignores keys that it does not request.
     """
     keys, count = ["decoder.final_layernorm._extra_state/shard_0_1"], model.num_layers
     for group in layer_groups(model):

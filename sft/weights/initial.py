@@ -25,7 +25,7 @@ from sft.weights.load import load_weights
 
 
 def load_initial(engine: Engine, config: Config, console: Console) -> str:
-    """Load the weights from which a new run starts into `engine`.  Returns a text that names them.  Collective.
+    """Load the weights from which a new run starts into `engine`.  Collective.  Returns a text that names them.
 
     Raises ConfigError or CheckpointError on all ranks if the weights are missing, or do not fit the model.
     """
@@ -45,7 +45,7 @@ def load_initial(engine: Engine, config: Config, console: Console) -> str:
 
 
 def describe(config: Config, vocab_size: int | None) -> str:
-    """A text about the weights from which a new run starts, from the headers and the index of their files.
+    """Check the weights from which a new run starts by the headers and the index of their files.  Returns a text.
 
     vocab_size: number of rows of the embedding without padding; None if unknown
     Raises ConfigError or CheckpointError if the weights are missing or incomplete, or do not fit the model.
@@ -63,7 +63,7 @@ def describe(config: Config, vocab_size: int | None) -> str:
 
 
 def compare_tensors(path: Path, config: Config, vocab_size: int | None) -> str:
-    """A text with the number and size of the weights in a Megatron checkpoint, from its index.
+    """Compare the index of a Megatron checkpoint with the model.  Returns a text with number and size of its weights.
 
     vocab_size: number of rows of the embedding without padding; None if unknown
     Raises CheckpointError if weights are missing or have other shapes than the model.
@@ -100,7 +100,7 @@ def find_checkpoint(init_from: str) -> Path:
 
 
 def _described(source: Source, config: Config) -> str:
-    """A text about the tensors of the source.  It names the types that a bf16 run rounds to BF16."""
+    """The text of `Source.describe`, with the types that a bf16 run rounds to BF16."""
     wide = sorted({source.manifest[name].dtype for name in source.names("trained")} - {"BF16"})
     if not wide or config.run.precision != "bf16":
         return source.describe()
@@ -108,7 +108,7 @@ def _described(source: Source, config: Config) -> str:
 
 
 def _on_hub(config: Config) -> str | None:
-    """A text about weights on the hub that are not downloaded yet, from their headers; None if nothing is missing."""
+    """A text about weights of a hub name that are not downloaded yet, from their headers; None if none are missing."""
     pretrained = config.model.pretrained
     snapshot = None if pretrained is None else pretrained.snapshot
     missing = None if snapshot is None else hub_weights.missing_weights(snapshot)

@@ -1,12 +1,13 @@
-"""The folder `hf/` of a run, or of an imported checkpoint: what an export needs in addition to the trained weights.
+"""Writes and reads the folder `hf/` of a run or an imported checkpoint, from which `sft export` completes a model.
 
     run.dir/hf/
-        config.json, generation_config.json     of the model; the latter with the end tokens of the run
-        tokenizer, chat template                the files of the run (`served_files.py`), or copies of the model's files
+        config.json                     copy of the model's file
+        generation_config.json          copy of the model's file, with the end tokens of the run
+        tokenizer, chat template        files of the run (`served_files.py`), or copies of the model's files
         passed_through.safetensors      tensors that are not trained, unchanged; several files if larger than 5 GB
         source.json                     the name of the model; types and shapes of the tensors that an export must have;
-                                        size and SHA-256 of each other file and of each tensor that is not trained;
-                                        which switches, date and end tokens the tokenizer and its templates hold
+                                        size and SHA-256 of each other file; SHA-256 of each tensor that is not trained;
+                                        switches, date and end tokens in the tokenizer files and templates
 
 A run writes the folder before its first step, because the cache of the hub may be emptied while the run trains.
 """
@@ -46,14 +47,14 @@ _BLOCK_BYTES = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """The content of source.json."""
+    """A folder `hf/`, as its source.json describes it."""
 
     folder: Path
     name: str  # the model as the recipe names it
     commit: str | None = None  # commit on the hub, if the files came from the cache of the hub
     origin: Path  # the folder from which the files were copied
     files: dict[str, Entry] = field(default_factory=dict)
-    tensors: Mapping[str, Expected] | None = None  # tensors of an export; None: the weights have no Hugging Face files
+    tensors: Mapping[str, Expected] | None = None  # tensors that an export must have; None: unknown
     digests: dict[str, str] = field(default_factory=dict)  # SHA-256 of each tensor that is passed through
     has_mtp: bool = False  # whether the block for multi-token prediction is trained
     served: Record | None = None  # settings of the run in tokenizer and template; None: both are the model's files
@@ -77,7 +78,7 @@ def read_beside(parent: Path) -> "Kept | None":
 
 
 def read(folder: Path) -> Kept | None:
-    """The content of source.json; None if there is no such file.  Raises CheckpointError if it is damaged."""
+    """The folder `hf/`; None if it has no source.json.  Raises CheckpointError if source.json is damaged."""
     path = folder / SOURCE
     if not path.exists():
         return None
@@ -159,7 +160,6 @@ def restore(kept: Kept, served: Served | None = None) -> None:
     """Replace the damaged folder by a new copy of its origin.
 
     served: tokenizer and template of the run; used only if the damaged folder had them, too
-
     Raises CheckpointError, ConfigError or OSError if the origin is missing or has changed.
     """
     served = None if kept.served is None else served
@@ -180,7 +180,7 @@ def restore(kept: Kept, served: Served | None = None) -> None:
 
 
 def serve(kept: Kept, served: Served) -> None:
-    """Add tokenizer and template of the run to a folder that an earlier version wrote without them."""
+    """Replace the model's tokenizer and template in a folder of an earlier version by those of the run."""
     remade = kept.folder.with_name(f"{kept.folder.name}.tmp-{secrets.token_hex(4)}")
     copy(kept, remade, served, origin=kept.origin)
     _rename(remade, kept.folder)
@@ -209,7 +209,7 @@ def not_trained(source: Source) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def read_tensor(source: Source, name: str) -> torch.Tensor:
-    """The value of a tensor of `source`: the stored bits, or dequantised if the tensor is quantised."""
+    """The value of a tensor of `source`.  A quantised tensor is dequantised."""
     expected = source.manifest[name]
     values = torch.empty(expected.shape, dtype=TYPES[expected.dtype])
     target, start = memoryview(bytes_of(values)).cast("B"), 0
@@ -232,7 +232,7 @@ def _copy_small_files(source: Path, target: Path) -> None:
 
 
 def _write(kept: Kept) -> None:
-    """Write source.json, which lists all files that the folder has."""
+    """Write source.json, which lists all other files of the folder."""
     folder, origin, commit = kept.folder, kept.origin.absolute(), kept.commit
     if commit is None and origin.parent.name == "snapshots":  # in the cache of the hub
         commit = origin.name
@@ -257,7 +257,7 @@ def digest_of(tensor: torch.Tensor) -> str:
 
 
 def describe(kept: Kept) -> str:
-    """The line for the log: kept 341 tensors that are not trained and the files of Qwen/... in runs/a/hf (1.2 GiB)"""
+    """A line for the log: kept 341 tensors that are not trained and the files of Qwen/... in runs/a/hf (1.2 GiB)"""
     passed, num_bytes = len(kept.digests), sum(entry.num_bytes for entry in kept.files.values())
     tensors = f"{passed:,} tensor{'s that are' if passed > 1 else ' that is'} not trained and " if passed else ""
     return f"kept {tensors}the files of {kept.name} in {kept.folder} ({size(num_bytes)}), for exports"

@@ -1,8 +1,8 @@
-"""Fills the model of this rank with the weights of a Hugging Face folder, straight from its safetensors files.
+"""Loads the weights of a Hugging Face folder into the model of this rank, straight from the safetensors files.
 
 A rank reads only the values that it keeps: some rows of each stored tensor, and only some columns of these rows if tp
 splits the inputs of the weight.  Values are copied from mapped files to parameters in blocks, so a rank needs little
-memory in addition to its parameters.  `Family` says which rows of which stored tensor a parameter consists of.
+memory in addition to its parameters.  `Family` maps the rows of stored tensors to the rows of parameters.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,11 +42,11 @@ class Shard(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightPiece:
-    """A part of a parameter, and the rows of a view that fill it."""
+    """A part of a parameter, and the place of its values in a Hugging Face view."""
 
     target: Tensor  # [rows] or [rows, columns, ...]; a slice of the parameter along its rows
-    view: HfView | None  # None means zeros
-    first_row: int
+    view: HfView | None  # None: the part is filled with zeros
+    first_row: int  # row of the view that becomes the first row of `target`
     first_column: int
 
 
@@ -71,7 +71,7 @@ def load_weights(engine: Engine, source: Source, console: Console, *, read_once:
 
 
 def _replicas(engine: Engine, shard: Shard) -> dist.ProcessGroup:
-    """The group of the ranks that hold the values of this shard.  They all list the same shards in the same order."""
+    """The group of ranks that have the same values as this shard.  They all list the same shards in the same order."""
     collection = engine.groups.collection
     group: dist.ProcessGroup = collection.expt_dp if ".experts." in shard.key else collection.dp_cp
     return group
@@ -138,7 +138,7 @@ def _mapping(
 
 
 def pieces_of(shard: Shard, mapping: TensorMapping) -> Iterator[WeightPiece]:
-    """The pieces that `shard`, a part of the tensor of `mapping`, consists of.  Together they cover it once.
+    """The pieces of which `shard`, a part of the tensor of `mapping`, consists.  Together they cover it once.
 
     Example: a tensor has 10 rows, 6 from a view and 4 of padding, and the shard has the rows 4 to 8 (exclusive).
     The pieces are rows 0 to 2 of the shard, from row 4 of the view, and rows 2 to 4 of the shard, which are zeros.

@@ -58,7 +58,7 @@ def prepare(
 
 
 def check_exports(run: Path, model: ModelConfig, checkpoint: CheckpointConfig, *, is_new: bool) -> None:
-    """Raise ConfigError if the run exports checkpoints, but has no Hugging Face model, or if hf/ is a link."""
+    """Raise ConfigError if checkpoint.export_hf is set, but the run has no Hugging Face model, or if hf/ is a link."""
     has_folder = imported(run).is_dir() and not is_new
     if checkpoint.export_hf == "none" or model.hf is not None or has_folder:
         return
@@ -87,7 +87,7 @@ def _complete(folder: Path, served: Served | None, console: Console) -> None:
 
 
 def check(run: Path, console: Console, served: Served | None = None, *, verify: Verify = "size") -> None:
-    """Look for damage in the folder `hf/`, and repair it if possible.  Prints a warning in both cases."""
+    """Look for damage in the folder `hf/`, and repair it if possible.  Prints a warning if there is damage."""
     folder = run / IMPORTED
     problems: list[str] = []
     try:
@@ -108,7 +108,7 @@ def check(run: Path, console: Console, served: Served | None = None, *, verify: 
 
 
 def _kept_beside(paths: list[Path]) -> Kept | None:
-    """The first folder `hf/` of an import or a run to which one of the checkpoints belongs; None if there is none.
+    """The folder `hf/` of the import or run that one of the checkpoints belongs to; None if there is none.
 
     paths: checkpoints, or folders of checkpoints
     """

@@ -1,4 +1,4 @@
-"""Loads the weights of a checkpoint or of a new run, with or without LoRA, without the state of the optimizer."""
+"""Loads the weights of a checkpoint or of a new run into an engine, without the state of the optimizer."""
 
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,9 @@ def _check_base(engine: Engine, config: Config, checkpoint: Path) -> None:
 
 
 def _stored_bases(checkpoint: Path) -> list[str | None]:
-    """The digest of the weights that the adapters were trained with; empty if another program wrote the checkpoint."""
+    """The digest of the frozen weights of the checkpoint's run, in a list; [] if another program wrote the checkpoint.
+
+    The digest is None if the run had no adapters.
+    """
     stored = safe_reader.common_state(checkpoint).get("sft")
     return [] if stored is None else [stored.get("base")]

@@ -1,9 +1,8 @@
 """Reads and writes torch_dist checkpoints in one process, one slice or chunk of a tensor at a time.
 
-torch's own writer takes all tensors of a rank at once, and keeps the last tensor of each key until its file is
-complete.  So torch's writer needs more than twice the memory of the largest tensor.  This module writes the same
-format: one output of `torch.save` per chunk, and an index of the offsets.  All reads go through
-`sft.mcore.checkpoint_io.safe_reader`, which decides what a checkpoint may contain.
+torch's own writer takes all tensors of a rank at once, and needs more than twice the memory of the largest tensor.
+This module writes the same format: one output of `torch.save` per chunk, and an index of the offsets.
+`sft.mcore.checkpoint_io.safe_reader` does all reads, and refuses objects that a checkpoint must not contain.
 """
 
 import math
@@ -27,7 +26,7 @@ FILE_BYTES = 4 << 30  # a file of this size gets no further chunk, so that ranks
 
 
 class TorchDistReader:
-    """Reads tensors of the checkpoint in `folder`.  Raises CheckpointError if its index is missing or unsafe."""
+    """Reads tensors of the checkpoint in `folder`.  Raises CheckpointError if its index is missing or not safe."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._reader = folder, SafeReader(folder)
@@ -46,7 +45,11 @@ class TorchDistReader:
         return dtype
 
     def read(self, key: str, offset: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """The slice of shape `sizes` at `offset`.  Only for reading: it is mapped memory if one chunk contains it."""
+        """The slice of the tensor `key` of shape `sizes` at `offset`.
+
+        The result must not be changed: it may be a view of the mapped file.
+        Raises CheckpointError if chunks are missing or stored more than once.
+        """
         wanted = md.ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(sizes))
         items = self._chunks[key].read_items([wanted])
         if sum(math.prod(item.lengths) for item in items) != math.prod(sizes):
@@ -90,7 +93,7 @@ class TorchDistWriter:
         self._save(chunk, md.MetadataIndex(key, offsets))
 
     def write_object(self, key: str, value: Any) -> None:
-        """Write a plain value in the way that Megatron stores objects."""
+        """Write a plain Python value as Megatron stores objects."""
         self._entries[key] = md.BytesStorageMetadata()
         self._save([value], md.MetadataIndex(key))
 
@@ -103,7 +106,7 @@ class TorchDistWriter:
         self._finish_file()
 
     def close(self) -> None:
-        """Close the file that is being written.  Before `finish`, the folder is incomplete."""
+        """Close the file that is being written.  The checkpoint is complete only after `finish`."""
         if self._file is not None:
             self._file.close()
 

@@ -40,9 +40,10 @@ def trained_weights(config: Config, vocab_size: int) -> Trained:
 
 
 def trained_names(config: Config, vocab_size: int) -> set[str]:
-    """The keys of the weights that are trained whole, and the names of the Linears with an adapter.
+    """The names of all weights that the recipe trains.
 
-    "decoder.layers.mlp.linear_fc1.weight[3]" is the weight of layer 3, "model.layers.3.self_attn.q_proj" an adapter.
+    A weight that is trained whole has the name of our tensor and its layer: "decoder.layers.mlp.linear_fc1.weight[3]".
+    An adapter has the name of its Linear: "model.layers.3.self_attn.q_proj".
     Raises ConfigError as `trained_weights` does.
     """
     trained, family = trained_weights(config, vocab_size), model_family(config.model)
@@ -70,8 +71,9 @@ def _check_mtp(config: Config) -> None:
 def unfrozen(
     patterns: Sequence[str], family: Family, model: ModelConfig, mappings: Iterable[TensorMapping]
 ) -> list[Weight]:
-    """The weights that no pattern names.  mappings: those of the family for this model
+    """The weights that no pattern names.
 
+    patterns: train.freeze; mappings: the family's mappings for this model
     Raises ConfigError if a pattern matches nothing, if no weight is left, or if patterns name only some of the tensors
     that one of our weights consists of.
     """
@@ -94,12 +96,12 @@ def _weight(mapping: TensorMapping) -> Weight:
 
 
 def _names(mapping: TensorMapping) -> list[str]:
-    """The names of the Hugging Face tensors that our weight consists of, for example q, k and v for linear_qkv."""
+    """The names of the Hugging Face tensors of which our weight consists, for example q, k and v for linear_qkv."""
     return list(dict.fromkeys(view.name for view in mapping.sources))
 
 
 def _module(name: str) -> str:
-    """The module of a tensor: model.norm.weight -> model.norm.  Stacked experts, such as experts.down_proj, stay."""
+    """The module of a tensor: model.norm.weight -> model.norm.  Names without .weight or .bias stay as they are."""
     return name.removesuffix(".weight").removesuffix(".bias")
 
 

@@ -37,8 +37,8 @@ def export_adapter(
 ) -> None:
     """Write the adapters of the checkpoint `path` to the new folder `target`.
 
-    common: plain values of the checkpoint; recipe: the recipe of its run; dtype: None: the type in the checkpoint
-    like: the folder of the base model; None: derived from the checkpoint
+    common: the values in the checkpoint's common.pt; recipe: the recipe of its run
+    like: the folder of the base model; None: see `find_original`; dtype: None: the type in the checkpoint
     finish: called with the folder and the entries of its tensor files, before the folder gets its final name
     Raises CheckpointError, and writes nothing, if PEFT would not compute the trained function with these adapters.
     """
@@ -87,7 +87,7 @@ def export_adapter(
 
 
 def _saved(base: Architecture, reader: TorchDistReader, *, has_vision: bool) -> dict[str, str]:
-    """For each module whose weight is trained whole, the key of this weight in the checkpoint."""
+    """The modules whose weights the run trained whole (embedding, output), and the keys of these in the checkpoint."""
     keys = {base.family.embedding: EMBEDDING, base.family.head: EMBEDDING if base.model.tie_embeddings else HEAD}
     return {module_of(name, has_vision=has_vision): key for name, key in keys.items() if key in reader.shapes}
 
@@ -101,8 +101,8 @@ def _tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields key and value of each tensor of the PEFT file, in the order of `contents.shapes()`.
 
-    name_of: for each module with an adapter, the name of its Linear in `adapters`
-    saved: for each module whose weight is trained whole, the key of this weight in the checkpoint
+    name_of: module with an adapter -> name of its Linear in `adapters`
+    saved: module whose weight is trained whole -> key of this weight in the checkpoint
     """
     sources = {
         key_of(module): (name, factor)

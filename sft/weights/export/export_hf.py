@@ -1,8 +1,9 @@
 """Converts a Megatron checkpoint to a Hugging Face folder, which transformers and inference servers load.
 
-`original.py` finds the original model.  Family, config.json, tokenizer and the tensors that are not trained come from
-it.  `trained_tensors.py` assembles the trained tensors.  `proof.py` compares the written files with what they must
-contain.  A checkpoint of adapters becomes a PEFT folder (`export_adapter.py`) or a merged model (`merged_weights.py`).
+`original.py` finds the original model, which gives the family, config.json, the tokenizer and the tensors that are not
+trained.  `trained_tensors.py` assembles the trained tensors.  `proof.py` compares the written tensors with those that
+the export must have.  A checkpoint of adapters becomes a PEFT folder (`export_adapter.py`) or a merged model
+(`merged_weights.py`).
 """
 
 import json
@@ -51,9 +52,9 @@ Finish = Callable[[Path, dict[str, Entry]], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The choices of a user for an export."""
+    """The options of `sft export`."""
 
-    like: Path | None = None  # the Hugging Face folder from which the weights came; None: derived from the checkpoint
+    like: Path | None = None  # the Hugging Face folder from which the weights came; None: see `find_original`
     dtype: str | None = None  # type of all trained tensors, e.g. `float32`; None: each keeps its type in the original
     shard_bytes: int = SHARD_BYTES
     merged: bool | None = None  # whether adapters are added to the weights; None: as the recipe's lora.export says
@@ -62,6 +63,7 @@ class Options:
 def export_hf(source: Path, target: Path, console: Console, *, verify: Verify = "full", **options: Any) -> Path:
     """Convert the checkpoint `source`, or the newest checkpoint of the run or folder `source`, to the folder `target`.
 
+    verify: how the files of the checkpoint are compared with its manifest
     options: the fields of `Options`
     Returns the checkpoint that was converted.
     A ConfigError or CheckpointError means that nothing was written.
@@ -76,7 +78,7 @@ def export_hf(source: Path, target: Path, console: Console, *, verify: Verify = 
 def _convert(
     path: Path, target: Path, console: Console, finish_verification: Callable[[], None], options: Options
 ) -> None:
-    """Convert the checkpoint `path`.  The folder gets its final name after `finish_verification` has returned."""
+    """Convert the checkpoint `path`.  The folder `target` appears only after `finish_verification` has returned."""
     common = safe_reader.common_state(path)
     recipe = _recipe(common)
 
@@ -115,7 +117,7 @@ def _write_model(
         merging = open_merged(path, common, recipe, tensors, like=options.like, original=original, console=console)
     moves_bias = bool(getattr(common.get("args"), "moe_router_bias_update_rate", 0.0))
     expected = _expected(tensors, original, reader, options.dtype, moves_bias=moves_bias)
-    names = sorted(tensors, key=lambda name: -TYPES[expected[name].dtype].itemsize)  # aligns every tensor to its type
+    names = sorted(tensors, key=lambda name: -TYPES[expected[name].dtype].itemsize)  # wide types first, for alignment
     untrained = original.names("passed through")
     planned = {name: kept.on_meta(expected[name], name) for name in [*names, *untrained]}
     dtype = _main_dtype(planned[name] for name in tensors)
@@ -164,7 +166,11 @@ def _expected(
     *,
     moves_bias: bool,
 ) -> dict[str, Expected]:
-    """The tensors that the export must have.  moves_bias: whether the run moved the correction biases of routers"""
+    """The tensors that the export must have, by name.
+
+    dtype: type of all trained tensors; None: each keeps its type in the original
+    moves_bias: whether the run changed the correction biases of routers
+    """
     expected = dict(original.tensors or {})
     for name, tensor in tensors.items():
         if name not in expected:
@@ -200,7 +206,7 @@ def _write_manifest(folder: Path, checkpoint: Path, files: dict[str, Entry]) -> 
 
 
 def _dequantised(content: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json without its quantisation, because the tensors of an export are not quantised."""
+    """The content of config.json without quantization_config, because the tensors of an export are not quantised."""
     return {
         key: _dequantised(value) if key == "text_config" and isinstance(value, dict) else value
         for key, value in content.items()
@@ -249,7 +255,7 @@ def _verifying(path: Path, verify: Verify, console: Console) -> Iterator[Callabl
 
 
 def _recipe(common: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The recipe of the run that wrote the checkpoint; empty if another program wrote the checkpoint."""
+    """The recipe of the run that wrote the checkpoint; {} if another program wrote the checkpoint."""
     sft = common.get("sft")
     recipe = sft.get("recipe") if isinstance(sft, dict) else None
     return recipe if isinstance(recipe, dict) else {}

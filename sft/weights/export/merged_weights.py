@@ -1,10 +1,10 @@
-"""Computes the weights of a merged export: the frozen weights W of the training plus the adapters.
+"""Computes the weights of a merged export: the frozen weights W of the run plus its adapters.
 
     W + scale * B A      in fp32, rounded once to the type of the export
 
-A checkpoint of adapters contains a digest of the frozen weights.  These are read, tensor by tensor, from the files of
-the original model, or from the Megatron checkpoint from which the run started.  `merged_adapters.py` prevents that the
-same adapters are merged twice.
+A checkpoint of adapters contains a digest of the frozen weights, but not the weights.  They are read, tensor by tensor,
+from the files of the original model, or from the Megatron checkpoint from which the run started.  `merged_adapters.py`
+prevents that the same adapters are merged twice.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,7 +33,7 @@ from sft.weights.lora.base_digest import digest_of
 from sft.weights.lora.merged_adapters import Merged
 from sft.weights.torch_dist import TorchDistReader
 
-BLOCK_BYTES = 16 << 20  # size of the rows of the fp32 sum that are computed at one time
+BLOCK_BYTES = 16 << 20  # largest size of the fp32 rows that are computed together
 _WEIGHT = ".weight"
 Read = Callable[[str, TrainedTensor], torch.Tensor]
 
@@ -43,7 +43,7 @@ class MergedWeights:
     """The adapters of a checkpoint, and the frozen weights beside which they were trained."""
 
     base: Path  # folder or checkpoint of the frozen weights
-    read: Read  # reads one frozen weight
+    read: Read  # returns the frozen weight of this name
     reader: TorchDistReader  # reads the checkpoint of adapters
     adapters: StoredAdapters
     scale: float
@@ -54,7 +54,11 @@ class MergedWeights:
     def values(
         self, tensors: Iterable[tuple[str, TrainedTensor]], planned: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields name and value of each tensor.  planned: tensors without values, with the types of the export"""
+        """Yields the name and the merged value of each tensor.
+
+        planned: tensors on the meta device with the types of the export, by name
+        Raises CheckpointError if a merged value is not finite.
+        """
         for name, tensor in tensors:
             if self._is_trained(tensor):
                 yield from put_together(self.reader, [(name, tensor)])
@@ -85,7 +89,7 @@ class MergedWeights:
         return result
 
     def _is_trained(self, tensor: TrainedTensor) -> bool:
-        """Whether the run trained the whole tensor, beside the adapters."""
+        """Whether the run trained this weight whole, as it can train the embedding and the output weight."""
         return all(mapping.key in self.reader.shapes for mapping, _ in tensor.parts)
 
 
@@ -99,12 +103,13 @@ def open_merged(
     original: Original,
     console: Console,
 ) -> MergedWeights:
-    """The weights of the merged export of the checkpoint `path`, whose plain values are `common`.
+    """The weights of the merged export of the checkpoint `path`.
 
-    recipe: the recipe of its run; tensors: the tensors of the model, by name
-    like: the folder that the user named as the original model; None: derived from the recipe
-    Raises CheckpointError if the frozen weights of the training are missing or have changed, or if an adapter fits none
-    of them.
+    common: the values in the checkpoint's common.pt; recipe: the recipe of its run
+    tensors: the tensors of the model, by name
+    like: the folder that the user named with --hf; None: the recipe names the weights
+    Raises CheckpointError if the frozen weights of the run are missing or have changed, or if an adapter fits none of
+    them.
     """
     reader, lora = TorchDistReader(path), {key: recipe[f"lora.{key}"] for key in ("rank", "alpha", "rslora")}
     base, wanted = _find(path, recipe, like, original), common["sft"]["base"]

@@ -21,7 +21,10 @@ _METRICS = ("lm loss", "perplexity/avg", "token accuracy")
 
 
 def write_model_card(folder: Path, checkpoint: Path, common: Mapping[str, Any], original: Original) -> None:
-    """Write README.md into `folder`.  common: the plain values of the checkpoint; Megatron-LM stores no recipe"""
+    """Write README.md into the export `folder` of `checkpoint`.  common: the values in the checkpoint's common.pt
+
+    The README has no recipe if Megatron-LM wrote the checkpoint.
+    """
     sft = common.get("sft")
     recipe, state = (sft["recipe"], sft["state"]) if isinstance(sft, dict) else ({}, {})
     step = state.get("step", common.get("iteration", 0))
@@ -67,7 +70,10 @@ def _serving(record: Record, base: str, rank: int | None) -> list[str]:
 
 
 def _losses(log: Path, step: int) -> list[str]:
-    """A table of losses: the last record of training and of each held-out set, up to this step."""
+    """A table of losses up to `step`: one row for the last training record, and one for each held-out set.
+
+    log: metrics.jsonl of the run; [] if the log is missing or has no such record
+    """
     last: dict[str, dict[str, Any]] = {}
     try:
         for text in read_file(log, METRICS_BYTES).decode().splitlines():
@@ -90,7 +96,7 @@ def _number(value: object) -> str:
 
 
 def _recipe(recipe: Mapping[str, Any], served: Record | None) -> list[str]:
-    """One line of YAML for each key that differs from its default.  Leaves out the architecture (config.json)."""
+    """One line of YAML for each key that differs from its default, without the keys of the architecture."""
     schema = leaves()
     if file := recipe.get("data.chat_template"):  # leaves out the folder on the machine that trained
         recipe = {**recipe, "data.chat_template": served.templates[0] if served else Path(file).name}

@@ -1,9 +1,9 @@
 """Finds the original Hugging Face model of a checkpoint: its config.json, its tokenizer and the list of its tensors.
 
-A checkpoint contains neither its family nor a tokenizer, and only some keys of config.json.  A run and `sft import`
-keep these files in a folder `hf/` near their checkpoints.  If there is no such folder, the folders that model.hf and
-model.init_from of the checkpoint's recipe name are tried.  The user may name another folder with --hf.  Tokenizer and
-chat template always come from the run's `hf/` if it has them, even if --hf is given.
+A checkpoint contains neither config.json nor a tokenizer.  A run and `sft import` keep these files in a folder `hf/`
+near their checkpoints.  Without such a folder, the original is looked for in the folders that model.hf and
+model.init_from of the checkpoint's recipe name.  The user may name another folder with --hf.  Tokenizer and chat
+template come from the run's `hf/` if it has them, even with --hf.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -35,11 +35,11 @@ class Original:
     origin: Path | None = None  # the folder from which `folder` was copied; None if it is no copy
     # The tensors that an export must have, by name; None if the folder has no weights and does not list them.
     tensors: Mapping[str, Expected] | None = None
-    digests: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of tensors that are passed through, where known
+    digests: Mapping[str, str] = field(default_factory=dict)  # known SHA-256 of tensors that are passed through
     # Returns name and value of each tensor that is passed through, one at a time.
     passed_through: Callable[[], Iterable[tuple[str, torch.Tensor]]] = tuple
     tokenizer: Path  # the folder of tokenizer, chat template and generation_config.json
-    served: Record | None = None  # settings of the run in these files; None: they are the files of the model
+    served: Record | None = None  # settings of the run in the tokenizer files; None: they are the files of the model
 
     def names(self, role: Role) -> list[str]:
         return [name for name, tensor in (self.tensors or {}).items() if tensor.role == role]
@@ -72,7 +72,7 @@ def find_original(path: Path, recipe: Mapping[str, Any], like: Path | None, *, h
 
 
 def describe_tokenizer(original: Original, recipe: Mapping[str, Any]) -> str:
-    """One line about the chat template of an export; a warning if it may not be the one of the training."""
+    """One line about the chat template of an export, or a warning that it may differ from the template of the run."""
     if original.served is not None:
         return f"  template      {flags.short(original.served)}"
     if recipe.get("data.tokenizer") == "byte":
@@ -85,7 +85,10 @@ def describe_tokenizer(original: Original, recipe: Mapping[str, Any]) -> str:
 
 
 def _served_by_run(path: Path) -> Kept | None:
-    """The folder `hf/` of the run that wrote the checkpoint; None if it lacks the run's tokenizer or is damaged."""
+    """The folder `hf/` of the run that wrote the checkpoint `path`.
+
+    None if there is none, if it lacks the run's tokenizer, or if it is damaged.
+    """
     parent = path.absolute().parent
     if parent.name != "checkpoints":
         return None

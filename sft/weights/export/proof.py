@@ -1,7 +1,7 @@
 """Checks that a folder has exactly the tensors that an export must have.
 
 Names, types and shapes are read from the headers of the written files.  Tensors that are not trained are read again,
-and their digests are compared.  If something differs, the folder does not get its final name.
+and their digests are compared.  If something differs, the export fails.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from sft.weights import kept
 def check_export(folder: Path, expected: Mapping[str, Expected], digests: Mapping[str, str], subject: str) -> None:
     """Raise CheckpointError if the tensors in `folder` differ from `expected` or `digests`.
 
-    digests: SHA-256 of the tensors that are not trained, by name; subject: the subject of the error message
+    digests: SHA-256 of the tensors that are not trained, by name; subject: first words of the error message
     """
     written = SafetensorsFolder(folder)
     tensors = written.tensors

@@ -1,7 +1,7 @@
 """Reads the adapters in a Megatron checkpoint by the names of their Linears.
 
-A checkpoint stacks the factors of all experts of a layer in one tensor [experts, ...].  The name of this tensor has *
-in place of the expert's number.
+A checkpoint stores one tensor [experts, ...] for a factor of all experts of a layer.  The name of this tensor has * in
+place of the expert's number.
 """
 
 import torch

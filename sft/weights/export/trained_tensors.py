@@ -16,7 +16,8 @@ from sft.hf.tensor_check import check_tensors
 from sft.weights.export.original import Original
 from sft.weights.torch_dist import TorchDistReader
 
-# Keys of a checkpoint that do not belong to the model: moments, fp32 weights, random generators, plain values.
+# First parts of the keys of a checkpoint that do not belong to the model: state of the optimizer, random generators,
+# plain values.
 _NOT_MODEL = ("optimizer.", "chained_", "rng_state", "common_state", "rerun_state")
 _WHOLE_TENSOR_BYTES = 1 << 30  # our tensors up to this size are read completely and split in memory
 
@@ -57,7 +58,7 @@ def model_tensors(
 
 
 def check_stored(reader: TorchDistReader, tensors: Iterable[TrainedTensor], path: Path) -> None:
-    """Raise CheckpointError if the checkpoint `path` does not hold exactly the weights that `tensors` consist of."""
+    """Raise CheckpointError unless the checkpoint `path` has exactly the weights of which `tensors` consist."""
     stored = {key: shape for key, shape in reader.shapes.items() if not key.startswith(_NOT_MODEL)}
     mappings = [mapping for tensor in tensors for mapping, _ in tensor.parts]
     wanted = {mapping.key: mapping.shape_like(stored.get(mapping.key)) for mapping in mappings}
@@ -72,7 +73,7 @@ def check_stored(reader: TorchDistReader, tensors: Iterable[TrainedTensor], path
 def put_together(
     reader: TorchDistReader, tensors: Iterable[tuple[str, TrainedTensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields name and value of each tensor, one at a time."""
+    """Yields name and value of each tensor, one at a time, in the type of the checkpoint."""
     rows_of = _ViewReader(reader)
     for name, tensor in tensors:
         whole = None
@@ -102,7 +103,10 @@ def prefetched(values: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str
 
 
 class _ViewReader:
-    """Reads views from a checkpoint.  Keeps the rows of one mapping, whose views are usually read one after another."""
+    """Reads views from a checkpoint.
+
+    Keeps the rows of the last mapping in memory, because its views are usually read one after another.
+    """
 
     def __init__(self, reader: TorchDistReader) -> None:
         self._reader = reader
@@ -117,7 +121,7 @@ class _ViewReader:
         if not is_interleaved and num_bytes > _WHOLE_TENSOR_BYTES:
             return self._rows(mapping, own_spans[0].target, own_spans[0].num_rows)
         if self._kept is None or self._kept[0] is not mapping:
-            self._kept = None  # before the next rows take memory
+            self._kept = None  # frees the old rows before the new ones are read
             self._kept = mapping, self._rows(mapping, 0, mapping.num_rows)
         pieces = [self._kept[1][span.target : span.target + span.num_rows] for span in own_spans]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -1,1 +1,1 @@
-"""LoRA outside of the model: what is adapted, where adapters and their base come from."""
+"""Selects the Linears with LoRA adapters, loads adapters, and identifies the weights beside which they were trained."""

@@ -1,8 +1,8 @@
 """Identifies the frozen weights beside which a run trains adapters, by a digest of their files.
 
 Adapters fit only the weights beside which they were trained.  So a checkpoint of adapters contains the digest, and a
-run with other weights cannot resume from it.  Hashing takes a second for 1 to 2 GB.  So the digest of each file is
-stored in base.json, and used again while the file's size and modification time are the same.
+run with other weights cannot resume from it.  Hashing 1 to 2 GB takes a second, so base.json keeps the digest of each
+file, which is used again while the file's size and modification time are the same.
 """
 
 import hashlib
@@ -25,10 +25,12 @@ MEMORY = "base.json"  # in the folder of the run
 
 
 def base_digest(config: Config, run: Path, groups: ProcessGroups, *, remembers: bool = True) -> str:
-    """The digest of the weights that the recipe names.  Collective: each rank hashes some of the files.
+    """The digest of the frozen weights that the recipe names.  Collective: each rank hashes some of the files.
 
     run: the folder of the run, whose base.json has the known digests of files
     remembers: whether base.json is updated
+    Raises ConfigError or CheckpointError if the weights are missing.  Raises CheckpointError if the run continues and
+    its own adapters are already merged into these weights.
     """
     model = config.model
     if model.init_from == RANDOM:
@@ -48,9 +50,10 @@ def base_digest(config: Config, run: Path, groups: ProcessGroups, *, remembers: 
 
 
 def remembered_digest(config: Config, run: Path, others: Iterable[Path] = ()) -> str | None:
-    """The digest of the weights that the recipe names, without hashing; None if a digest of a file is unknown.
+    """The digest of the frozen weights that the recipe names, without hashing; None if a file's digest is not known.
 
-    others: folders of other runs whose base.json may have digests, too.  Raises like `base_digest`.
+    others: folders of other runs whose base.json may also have digests
+    Raises as `base_digest` does.
     """
     if config.model.init_from == RANDOM:
         return _random(config)

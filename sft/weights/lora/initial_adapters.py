@@ -30,7 +30,7 @@ from sft.weights.lora.peft.targets import module_of, target_modules
 from sft.weights.lora.targets import kinds_of
 
 _SHOWN = 6  # names in an error
-_KEYS = {EMBEDDING: "train_embeddings", HEAD: "train_head"}  # keys of the recipe, by the weight that they train whole
+_KEYS = {EMBEDDING: "train_embeddings", HEAD: "train_head"}  # our weight -> the key of `lora` that trains it whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,8 @@ class Opened:
 
     name: str
     adapter: folder.PeftAdapter
-    module_of: Mapping[str, str]  # the module in the folder, by the name of the Linear in the files of the base model
-    whole: Mapping[str, str]  # the module in the folder whose weight is trained whole, by the key of our weight
+    module_of: Mapping[str, str]  # name of a Linear in the files of the base model -> its module in the folder
+    whole: Mapping[str, str]  # key of our weight that is trained whole -> its module in the folder
 
     def describe(self) -> str:
         """A text for the log, such as "out/adapter: 252 adapters of rank 16; 166 MiB"."""
@@ -49,7 +49,7 @@ class Opened:
         return f"{self.name}: {adapters}{whole}; {size(self.adapter.num_bytes)}"
 
     def notes(self, config: Config) -> list[str]:
-        """One line for each thing that the run does differently from the folder's configuration."""
+        """Lines about another base model, dropout that is not used, and values that are rounded to BF16."""
         stored, base, notes = self.adapter.contents.config, config.model.hf or "null", []
         if stored.base is not None and _plain(stored.base) != _plain(base):
             notes.append(
@@ -64,10 +64,10 @@ class Opened:
 
 
 def load_new_adapters(engine: Engine, config: Config, console: Console) -> str:
-    """Load the adapters with which a new run starts into `engine`.  Returns a text that names them.  Collective.
+    """Load the adapters with which a new run starts into `engine`.  Collective.  Returns a text that names them.
 
-    Raises ConfigError or CheckpointError on all ranks if one rank cannot read them, or reads a value that is not
-    finite.
+    Raises ConfigError or CheckpointError on all ranks if one rank cannot read the adapters, or reads a value that is
+    not finite.
     """
     if config.lora.init_from is None:
         adapted.initialise(engine.chunks, config.run.seed)
@@ -175,10 +175,11 @@ def _family(source: str, config: Config) -> Family:
 def _matched(
     source: str, adapter: folder.PeftAdapter, family: Family, config: Config
 ) -> tuple[dict[str, str], list[str]]:
-    """{name of a Linear in the files of the base model: its module in the adapter folder}, and lora.targets.
+    """The modules of the adapter folder by the names of their Linears, and the lora.targets that select these Linears.
 
-    The targets are the shortest ones that select exactly these Linears.  In a model with a vision tower, PEFT writes
-    the module names of transformers, which depend on its version and differ from the names in the files.
+    A Linear is named as in the files of the base model.  In a model with a vision tower, PEFT writes the module names
+    of transformers, which depend on its version and differ from the names in the files.  The targets are the shortest
+    ones that select exactly these Linears.
     Raises CheckpointError if a module is not a Linear that can have an adapter.
     """
     linears, has_vision = kinds_of(family, config.model).keys(), family.text_config != "none"
@@ -196,10 +197,11 @@ def _matched(
 
 
 def _whole(source: str, adapter: folder.PeftAdapter, family: Family, config: Config) -> dict[str, list[str]]:
-    """The modules of the folder whose weights are trained whole, by the key of our weight.  Two with one key are tied.
+    """The modules of the folder whose weights are trained whole, by the key of our weight.
 
-    Raises CheckpointError for a weight other than the embedding and the output weight.  Also raises it if PEFT trained
-    embedding and output weight as two weights, but the base model ties them.
+    A key has two modules if the base model ties embedding and output weight.
+    Raises CheckpointError for a weight other than these two.  Also raises it if PEFT trained them as two weights, but
+    the base model ties them.
     """
     has_vision, is_tied = family.text_config != "none", config.model.tie_embeddings
     keys = {
@@ -225,7 +227,10 @@ def _whole(source: str, adapter: folder.PeftAdapter, family: Family, config: Con
 
 
 def _compare_whole(source: str, stored: Set[str], lora: LoraConfig) -> None:
-    """Raise ConfigError if the recipe trains other weights whole than the folder holds.  stored: keys of our weights"""
+    """Raise ConfigError unless the recipe trains exactly the weights `stored` whole.
+
+    stored: keys of our weights that the folder has whole
+    """
     if any(getattr(lora, field) is not (key in stored) for key, field in _KEYS.items()):
         shown = [f"lora.{field}={str(key in stored).lower()}" for key, field in _KEYS.items()]
         raise ConfigError(
@@ -235,7 +240,10 @@ def _compare_whole(source: str, stored: Set[str], lora: LoraConfig) -> None:
 
 
 def _compare(source: str, stored: Set[str], wanted: Set[str], targets: Sequence[str]) -> None:
-    """Raise ConfigError if the folder has other adapters than the recipe.  targets: lora.targets for the folder"""
+    """Raise ConfigError unless folder and recipe have adapters of the same Linears.
+
+    stored: Linears in the folder; wanted: Linears that the recipe adapts; targets: lora.targets for those in the folder
+    """
     if stored == wanted:
         return
     problems = [
@@ -250,7 +258,7 @@ def _compare(source: str, stored: Set[str], wanted: Set[str], targets: Sequence[
 
 
 def _plain(name: str) -> str:
-    """org/model@main -> org/model; models/a/ -> models/a"""
+    """The name of a model without revision and final slash: org/model@main -> org/model; models/a/ -> models/a"""
     return name.partition("@")[0].rstrip("/")
 
 
@@ -261,7 +269,7 @@ def _shown(names: Sequence[str]) -> str:
 
 
 def _parts(engine: Engine, opened: Opened) -> Iterator[tuple[str, tuple[slice, ...], torch.Tensor]]:
-    """For each trained tensor of this rank: its key in the file, the slices of this rank's part, the tensor to fill."""
+    """The arguments of `PeftAdapter.read_parts` for the tensors that this rank trains."""
     for shard in adapted.linear_tensors(engine.chunks):
         name, _, factor = shard.key.removeprefix(adapted.PREFIX).removesuffix(".weight").rpartition(".")
         key_of = {"lora_A": folder.key_of_a, "lora_B": folder.key_of_b}[factor]

@@ -28,7 +28,7 @@ class Merged:
 
     checkpoint: str  # path of the checkpoint of the adapters
     step: int
-    base: str  # digest of the frozen weights beside which they were trained
+    base: str  # digest of the frozen weights beside which the adapters were trained, before the merge
     sha256: str | None  # digest of the checkpoint's manifest; None if it has none
 
 
@@ -47,7 +47,7 @@ def read(folder: Path) -> list[Merged]:
 
 
 def write(folder: Path, adapters: Sequence[Merged]) -> None:
-    """Write the file into the folder of the merged weights.  adapters: oldest first"""
+    """Write merged_adapters.json into the folder of the merged weights.  adapters: oldest first"""
     content = {"format": FORMAT, "adapters": [asdict(entry) for entry in adapters]}
     (folder / NAME).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

@@ -3,7 +3,7 @@
     q_proj                 every Linear of this name
     self_attn.q_proj       the end of a name
     layers.0.*_proj        a pattern: * stands for any characters, ? for one, [..] for one of several
-    all-linear             every Linear except the output and the experts, whose weights are not nn.Linear in PEFT
+    all-linear             every Linear of the layers except those of experts, which are not nn.Linear in transformers
 
 Every Linear gets its own adapter, even if our model stores several Linears as one weight.
 """
@@ -66,17 +66,15 @@ def select(lora: LoraConfig, model: ModelConfig, mappings: Iterable[TensorMappin
 
 
 def kinds_of(family: Family, model: ModelConfig) -> dict[str, str]:
-    """The kind of every Linear by name: `linear`, `expert`, or the reason why it cannot have an adapter."""
+    """Every Linear by name -> "linear", "expert", or the reason why the Linear cannot have an adapter."""
     return _kinds(_of_linears(family.mappings(model, 0)))
 
 
 def not_adaptable(model: ModelConfig) -> list[str]:
-    """Values for lora.exclude: ends of names of the Linears that all-linear selects, and that cannot have an adapter
-    here or in PEFT.
+    """The value of lora.exclude with which lora.targets = all-linear works: Linears without adapters here or in PEFT.
 
     Qwen3.6-35B-A3B -> ["shared_expert_gate"]        Nemotron 3 -> ["out_proj"]
     Gemma 4 with experts -> ["router.proj"]; "proj" alone could match other Linears
-
     Raises ConfigError if no family has the tensors of the model.
     """
     family = model_family(model)
@@ -102,12 +100,12 @@ def _of_linears(mappings: Iterable[TensorMapping]) -> list[TensorMapping]:
 
 
 def _kinds(mappings: Iterable[TensorMapping]) -> dict[str, str]:
-    """The kind of every Linear by name, as `kinds_of` returns it.  mappings: those of linear layers"""
+    """The result of `kinds_of`.  mappings: those of linear layers"""
     return {name: _kind(mapping) for mapping in mappings for name in _linears(mapping.sources)}
 
 
 def _kind(mapping: TensorMapping) -> str:
-    """`linear`, `expert`, or the reason why the weight cannot have an adapter."""
+    """The kind of a Linear, as `kinds_of` defines it."""
     if mapping.sources[0].name.endswith(_ROUTER):
         return "the router multiplies with this weight in fp32, outside of a linear layer"
     if weight_of(mapping.parameter).part == "shared gate":
@@ -119,7 +117,7 @@ def _kind(mapping: TensorMapping) -> str:
 
 
 def _linears(sources: Iterable[HfView]) -> dict[str, tuple[int, ...]]:
-    """The Linears whose rows a weight consists of.  For each name, the indexes of its views in `sources`."""
+    """The Linears of which a weight consists: name -> indexes of the Linear's views in `sources`."""
     parts: dict[str, tuple[int, ...]] = {}
     for part, view in enumerate(sources):
         name = view.name.removesuffix(_WEIGHT)
@@ -187,7 +185,7 @@ def _adapted(mappings: Sequence[TensorMapping], model: ModelConfig, chosen: Coll
 
 
 def _is_chosen(name: str, num_experts: int, chosen: Collection[str]) -> bool:
-    """Whether the Linear, or all experts' Linears of this name, are chosen.
+    """Whether `chosen` has the Linear `name`.  A name with * for the expert stands for the Linears of all experts.
 
     Raises ConfigError if only some experts of the layer are chosen.
     """

@@ -1,1 +1,1 @@
-"""Files that a server needs beside weights: tokenizer, template, end tokens, and the flags to start it with."""
+"""Writes the tokenizer, the chat templates and the end tokens that a server needs, and the flags to start it with."""

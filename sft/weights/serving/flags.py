@@ -1,7 +1,7 @@
-"""Writes texts for users: template, defaults and end tokens of an export, and flags with which vLLM serves adapters.
+"""Describes template, defaults and end tokens of an export for users, with the flags with which vLLM serves adapters.
 
 For a whole model, a server reads all files from the exported folder.  For adapters, it takes tokenizer, template and
-end tokens from the base model, unless flags name the files of the adapter.
+end tokens from the base model, unless flags name the adapter's folder.
 """
 
 import json
@@ -15,7 +15,7 @@ _DEFAULT_RANK = 16
 
 
 def short(record: Record) -> str:
-    """One line, such as "chat_template.jinja of the run (enable_thinking: false), ends with <|im_end|>"."""
+    """One line for the log, such as "chat_template.jinja of the run (enable_thinking: false); ends with <|im_end|>"."""
     values = [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in record.defaults.items()]
     values += [f"date {record.date}"] if record.date else []
     of_run = f" of the run ({', '.join(values)})" if values else " of the run"
@@ -24,7 +24,7 @@ def short(record: Record) -> str:
 
 
 def details(record: Record) -> Iterator[str]:
-    """Sentences for the model card."""
+    """The sentences about template and end tokens in the model card."""
     if record.templates:
         files = ", ".join(f"`{name}`" for name in record.templates)
         yield f"Chat template: {files}, which writes the prompts of the training."

@@ -1,4 +1,4 @@
-"""Decides which tokenizer, chat templates and end tokens a server needs, to use a model as it was trained.
+"""Decides which tokenizer, chat templates and end tokens a server needs to give a model the prompts of its training.
 
 `served_of` decides this for a run.  `served_template.py` makes templates that servers can render without our settings.
 `served_files.py` writes the files, and `flags.py` describes them for users.
@@ -24,7 +24,7 @@ class Served:
     own_templates: Mapping[str, str]  # the templates in the files of this folder, by transformers' names
     templates: Mapping[str, str]  # the templates of the training, by transformers' names; {}: the run has none
     special_tokens: Mapping[str, Any] = field(default_factory=dict)  # for the templates: {"eos_token": "<|endoftext|>"}
-    switches: Mapping[str, Any] = field(default_factory=dict)  # data.chat_template_kwargs, the same in all rows
+    switches: Mapping[str, Any] = field(default_factory=dict)  # data.chat_template_kwargs
     date: str | None = None  # the date for a template that asks for today's date
     ends: tuple[str, ...] = ()  # tokens at which a server must stop, the usual one first
     end_ids: tuple[int, ...] = ()
@@ -35,7 +35,7 @@ class Served:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """The written files and the settings in them, as source.json stores them."""
+    """The names of the written template files and the settings in the files, as source.json stores them."""
 
     templates: tuple[str, ...]  # names of the template files
     defaults: Mapping[str, Any]  # switches that the templates set by default
@@ -50,7 +50,7 @@ class Record:
 
 
 def read_record(values: dict[str, Any] | None) -> Record | None:
-    """The record from its JSON object, which `asdict` made; None for None.  Raises TypeError for unknown keys."""
+    """The record that `asdict` turned into `values`; None for None.  Raises TypeError for unknown or missing keys."""
     if values is None:
         return None
     fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
@@ -58,7 +58,10 @@ def read_record(values: dict[str, Any] | None) -> Record | None:
 
 
 def served_of(config: Config, tokenizer: ChatTokenizer, row_switches: Sequence[str] = ()) -> Served | None:
-    """The files and settings that a server needs of this run; None for the byte tokenizer, which has no files."""
+    """The files and settings of a run that a server needs; None for the byte tokenizer, which has no files.
+
+    row_switches: names of template variables that rows of the data set
+    """
     if isinstance(tokenizer, ByteTokenizer):
         return None
     folder, own = tokenizer_folder(config), dict(tokenizer.files.templates)
@@ -87,5 +90,5 @@ def served_of(config: Config, tokenizer: ChatTokenizer, row_switches: Sequence[s
 
 
 def _writes_eos(templates: Mapping[str, str], eos: str | None) -> bool:
-    """Whether a template mentions the end token of the tokenizer, so that it may write it inside of a chat."""
+    """Whether a template mentions the tokenizer's end token `eos`, so that it may write the token inside of a chat."""
     return any("eos_token" in source or (eos or "eos_token") in source for source in templates.values())

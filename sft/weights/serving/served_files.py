@@ -1,7 +1,8 @@
 """Writes the tokenizer, the chat templates and the end tokens of a run into a folder with the files of its model.
 
-The folder then has only the tokenizer files of the run, and `eos_token_id` in generation_config.json.  If a template
-has to change, each template is written as one Jinja file.  Files that need no change are copied byte for byte.
+The folder then has the tokenizer files of the run in place of the model's, and the end tokens in
+generation_config.json.  If a template has to change, each template is written as one Jinja file.  Files that need no
+change are copied byte for byte.
 """
 
 import json
@@ -32,7 +33,7 @@ def write(folder: Path, served: Served | None) -> Record | None:
     """Replace the tokenizer files of the model in `folder` by those of the run.  Returns the record of the files.
 
     served: None leaves the files of the model, and returns None
-    Raises DataError if the name of a template cannot be a file name, and CheckpointError if a file is not valid JSON.
+    Raises DataError if the name of a template cannot be a file name, and CheckpointError if a JSON file is not valid.
     """
     if served is None:
         return None
@@ -52,7 +53,10 @@ def write(folder: Path, served: Served | None) -> Record | None:
 
 
 def check_tokenizer(folder: Path, name: str, record: Record | None) -> None:
-    """Raise CheckpointError if transformers tokenises with the exported files differently from the run."""
+    """Raise CheckpointError if transformers tokenises texts with the files in `folder` differently from the run.
+
+    name: name of the checkpoint in the error; record: None for files of the model, which are not checked
+    """
     if record is None or not (folder / "tokenizer.json").is_file():
         return
     difference = compare_with_transformers(name, folder, read_tokenizer(name, folder))
@@ -99,7 +103,7 @@ def _record(served: Served, made: Mapping[str, ForServers]) -> Record:
 
 
 def with_ends(config: Mapping[str, Any], end_ids: Iterable[int]) -> dict[str, Any]:
-    """config.json with `end_ids` as its `eos_token_id`, at the top and in text_config, where it has this key."""
+    """The content of config.json with `end_ids` as eos_token_id, wherever the top level or text_config has this key."""
     ids = list(end_ids)
     changed = dict(config)
     if ids and _EOS in config and _listed(config[_EOS]) != sorted(ids):

@@ -5,7 +5,7 @@
     data.chat_template_kwargs       become defaults: {%- if think is not defined %}{%- set think = false %}{%- endif %}
 
 Each change is kept only if the template still renders a set of chats, with and without tools and reasoning, to the same
-text as in training.  Other changes are left out and reported.  Each request must then give the switch.
+text as in training.  `ForServers` reports the other changes, for example switches that each request must give.
 """
 
 import json
@@ -23,7 +23,7 @@ from sft.data.template.chat_template import DATE, ChatTemplate
 from sft.errors import DataError
 
 _CLOCK = "strftime_now"
-_ANOTHER_DAY = "1987-11-28"  # no date of a training: a template that still asks for the date renders another text
+_ANOTHER_DAY = "1987-11-28"  # not the date of a training: a template that still asks for the date renders another text
 # Comments and raw blocks first, because tags inside them are text.
 _TAG = re.compile(
     r"\{#.*?#\}|\{%[-+]?\s*raw\s*[-+]?%\}.*?\{%[-+]?\s*endraw\s*[-+]?%\}"
@@ -51,7 +51,7 @@ _CHATS: list[tuple[list[Message], Tools]] = [
 
 @dataclass(frozen=True, kw_only=True)
 class ForServers:
-    """A template for servers."""
+    """A template for servers, and the changes that it could not have."""
 
     source: str
     requests: tuple[str, ...]  # the switches that it reads and does not set by default
@@ -118,7 +118,7 @@ def literal(value: bool | int | float | str) -> str:
 
 
 def _renderings(template: ChatTemplate, variables: dict[str, Any]) -> Iterator[str | None]:
-    """The chats as the template writes them; None for a chat that it refuses."""
+    """The texts of `_CHATS`, each with and without a generation prompt; None for a chat that the template refuses."""
     for messages, tools in _CHATS:
         for prompt in (False, True):
             try:
@@ -128,9 +128,9 @@ def _renderings(template: ChatTemplate, variables: dict[str, Any]) -> Iterator[s
 
 
 def _unmarked(source: str) -> Iterator[str]:
-    """Candidates for the template without generation marks.
+    """Candidates for the template without generation marks, best first: with comments or `with` blocks instead.
 
-    A comment removes the same whitespace as a mark.  A `with` block also gives variables the same scope.
+    A comment removes the same whitespace as a mark.  A `with` block also limits the scope of variables as a mark does.
     """
     scoped = any(block.find(nodes.Assign) for block in _tree(source).find_all(nodes.CallBlock))
     if not scoped:

@@ -1,7 +1,7 @@
-"""Writes and reads adapter_config.json, and decides with which PEFT options this trainer can continue an adapter.
+"""Writes and reads adapter_config.json, and refuses adapters with options that this trainer does not support.
 
-An option that is absent, null, false, zero or empty is off.  An option that is on is refused unless it is known not to
-change the computation W + scale * B A.  So unknown options of later versions of PEFT are refused, too.
+An option that is absent, null, false, zero or empty is off.  An option that is on is accepted only if this module reads
+it, or if it does not change the computation W + scale * B A.  So unknown options of later versions of PEFT are refused.
 """
 
 import json
@@ -18,7 +18,7 @@ from sft.weights.lora.peft.targets import expert_options
 
 CONFIG = "adapter_config.json"
 _READ = ("peft_type", "task_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "init_lora_weights")
-# Options that do not change the computation, or that name the modules with adapters, which the tensors show as well.
+# Options that do not change the computation, or that name the modules with adapters, which the tensors name as well.
 _FREE = {
     *("target_modules", "exclude_modules", "modules_to_save", "ensure_weight_tying", "base_model_name_or_path"),
     *("revision", "auto_mapping", "inference_mode", "peft_version", "megatron_core", "layers_pattern"),
@@ -109,9 +109,10 @@ def modules_to_save(content: Mapping[str, Any]) -> list[str]:
 
 
 def parsed(content: Mapping[str, Any], adapted: Iterable[str]) -> tuple[AdapterConfig | None, list[str]]:
-    """The configuration, None if it is not readable, and all reasons why this trainer cannot continue the adapter.
+    """The configuration in `content`, and all reasons why this trainer cannot continue the adapter.
 
-    adapted: modules with adapters, by the names of the tensors
+    The configuration is None if an option is not supported or has a wrong value.
+    content: content of adapter_config.json; adapted: the modules with adapters
     """
     problems = [*_unsupported(content), *_wrong(content)]
     if problems:
@@ -136,7 +137,7 @@ def parsed(content: Mapping[str, Any], adapted: Iterable[str]) -> tuple[AdapterC
 
 
 def disagreements(config: AdapterConfig, lora: LoraConfig) -> list[str]:
-    """One phrase with both values for each difference between the recipe and the folder."""
+    """One phrase with both values for each setting that differs between the recipe and adapter_config.json."""
     pairs = (
         ("rank", lora.rank, "r", config.rank),
         ("alpha", lora.alpha, "lora_alpha", config.alpha),
@@ -198,6 +199,6 @@ def _refused(option: str, value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """JSON of at most 80 characters."""
+    """The value as JSON, shortened to 80 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 80 else text[:77] + "..."

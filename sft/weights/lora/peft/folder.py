@@ -1,7 +1,7 @@
 """Writes and reads a PEFT folder, tensor by tensor.
 
-PEFT reads only one file of weights, so an adapter is never split.  Names, shapes and types of the tensors are checked
-from the header before any values are read.  Pickle files are never opened.
+PEFT reads only one file of weights, so an adapter is never split.  Names, shapes and types in the header are checked
+before any values are read.  Pickle files are never opened.
 """
 
 import json
@@ -38,8 +38,8 @@ class Contents:
     """The configuration and the shapes of an adapter, without its values."""
 
     config: AdapterConfig
-    modules: Mapping[str, tuple[int, int]]  # (out, in) of the weight of each module with an adapter
-    saved: Mapping[str, Shape] = field(default_factory=dict)  # shape of each weight that is trained whole, by module
+    modules: Mapping[str, tuple[int, int]]  # module with an adapter -> shape (out, in) of its weight
+    saved: Mapping[str, Shape] = field(default_factory=dict)  # module whose weight is trained whole -> its shape
 
     def shapes(self) -> dict[str, Shape]:
         """The shapes of the tensors in the order of the file: base_model.model.q_proj.lora_A.weight -> (rank, in)"""
@@ -72,7 +72,7 @@ def write(
     finish: Callable[[Path, dict[str, Entry]], None] = lambda folder, entries: None,
     advance: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Write the new folder `target`.
+    """Write the adapter `contents` to the new folder `target`.
 
     tensors  key and value of each tensor, in the order of `contents.shapes()`
     others   names of all other modules of the base model
@@ -138,7 +138,7 @@ class PeftAdapter:
                     )
 
     def check(self, modules: Mapping[str, tuple[int, int]], saved: Mapping[str, Shape]) -> None:
-        """Raise CheckpointError if names or shapes of the tensors do not follow from `modules` and `saved`.
+        """Raise CheckpointError unless the tensors are those of an adapter with these modules.
 
         modules, saved: as in `Contents`
         """
@@ -157,7 +157,7 @@ class PeftAdapter:
 def read(folder: Path) -> PeftAdapter:
     """Open the adapter in a folder.
 
-    Raises CheckpointError if there is none.  Also raises it, with all reasons, if this trainer cannot continue it.
+    Raises CheckpointError if there is none, or with all reasons if this trainer cannot continue the adapter.
     """
     content = read_config(folder)
     file = _weights(folder)
@@ -228,7 +228,7 @@ def _headers(file: Path) -> tuple[dict[str, Shape], set[str], list[str]]:
 
 
 def _names_of(key: str, names: Set[str]) -> set[str]:
-    """The elements of `names` that name the module of this weight, for example embed_tokens or model.embed_tokens."""
+    """The elements of `names` that are an ending of the name of this weight's module, such as embed_tokens."""
     if not (key.startswith(_PREFIX) and key.endswith(_WEIGHT)):
         return set()
     return {ending for ending in endings(_saved_module(key)) if ending in names}

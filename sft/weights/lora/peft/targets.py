@@ -18,11 +18,12 @@ _TEXT = re.compile(r"(?:model\.language_model|language_model\.model|model)\.(?=l
 
 
 def module_of(tensor: str, *, has_vision: bool = False) -> str:
-    """The name of the module of a weight.  has_vision: the model has a vision tower
+    """The name that transformers 5 gives the module of a weight.
 
-    model.layers.0.self_attn.q_proj.weight -> model.layers.0.self_attn.q_proj
-    With has_vision: model.language_model.layers.0.self_attn.q_proj, the name of the module in transformers 5
-    backbone.layers.0.mixer.q_proj.weight, of Nemotron-H -> model.layers.0.mixer.q_proj
+    tensor: name of the weight in files; has_vision: whether the model has a vision tower
+    model.layers.0.self_attn.q_proj.weight -> model.layers.0.self_attn.q_proj, or with has_vision
+    -> model.language_model.layers.0.self_attn.q_proj
+    backbone.layers.0.mixer.q_proj.weight, in files of Nemotron-H -> model.layers.0.mixer.q_proj
     """
     module = tensor.removesuffix(".weight")
     if not has_vision:
@@ -33,12 +34,12 @@ def module_of(tensor: str, *, has_vision: bool = False) -> str:
 
 
 def target_modules(adapted: Iterable[str], others: Iterable[str]) -> list[str]:
-    """The shortest endings of names that PEFT matches with all modules `adapted` and with none of `others`, sorted.
+    """The value of target_modules: the shortest ending of each module in `adapted` that no module in `others` has.
 
     adapted a.0.q_proj, a.1.q_proj; others a.0.k_proj -> ["q_proj"]
     adapted a.1.q_proj; others a.0.q_proj -> ["1.q_proj"]
-    PEFT matches an ending with a whole name, or with a name that ends with a dot and the ending.  If all endings of a
-    name match other modules, too, the result has the whole name.
+    PEFT adapts all modules whose names are the ending, or end with a dot and the ending.  If other modules have all
+    endings of a name, the result has the whole name.  The result is sorted.
     """
     taken = {ending for name in others for ending in endings(name)}
     return sorted({next((ending for ending in endings(name) if ending not in taken), name) for name in adapted})
@@ -51,7 +52,7 @@ def endings(name: str) -> Iterator[str]:
 
 
 def expert_options(modules: Iterable[str], rank: int, alpha: float) -> dict[str, Any]:
-    """The options that make PEFT stack the adapters of experts; {} without adapters of experts.
+    """The options of adapter_config.json with which PEFT stacks adapters of experts; {} if `modules` has no experts.
 
     For some families, such as qwen3_moe, PEFT derives these options from target_modules.  For others, such as
     qwen2_moe, it does not, and would leave the experts without adapters.
@@ -68,7 +69,7 @@ def expert_options(modules: Iterable[str], rank: int, alpha: float) -> dict[str,
 
 
 def is_refused(module: str) -> bool:
-    """Whether PEFT refuses to adapt a module of this name: the output of Mamba-2 in Nemotron-H."""
+    """Whether PEFT refuses to adapt a module of this name, as it refuses the output projection of Mamba-2."""
     return module.endswith(".mixer.out_proj")
 
 

@@ -2,9 +2,10 @@
 
 The GPU holds the saved tensors of two offloaded layers at a time: the layer that is computed, and the layer before it,
 whose tensors are being copied.  On the last pipeline stage without virtual stages, backward follows each forward pass
-at once, so the last two layers stay on the device.  On other stages the last two layers can be offloaded, too.  One
-stream copies in both directions, so a tensor is in host memory before it is fetched.  CUDA streams wait for each other;
-the host never waits for the GPU.
+at once, so the last two layers stay on the device.  On other stages the last two layers can be offloaded, too.
+
+One CUDA stream makes the copies in both directions, so a tensor is in host memory before it is copied back.  This
+stream and the stream that computes wait for each other, but the host never waits for the GPU.
 
 Pinned memory is allocated in slabs, which the next pass reuses (`page_locked.py`).
 """
@@ -71,7 +72,7 @@ class OffloadedLayers:
         return len(self._layers) - 1
 
     def start_layer(self) -> None:
-        """Start the next layer, n.  The tensors of layer n - 2 leave the device."""
+        """Start the next layer, n.  The device memory of the tensors of layer n - 2 is freed."""
         self._layers[-1].copied_out = self.memory.stream.record_event()
         if len(self._layers) > 1:
             self._layers[-2].evict()
@@ -88,15 +89,15 @@ class OffloadedLayers:
         return stored
 
     def evict_all(self) -> None:
-        """Move all tensors off the device after a forward pass whose backward does not follow at once."""
+        """Free the device memory of all tensors, after a forward pass whose backward does not follow at once."""
         self._layers[-1].copied_out = self.memory.stream.record_event()
         for layer in self._layers[-2:]:
             layer.evict()
 
     def fetch(self, layer: int) -> None:
-        """Copy the tensors of `layer` and of the layer before it to the device, where they are not there yet.
+        """Copy those tensors of `layer`, and of the layer before it, to the device that are not on it.
 
-        Backward calls this.  The current stream waits for the copies of `layer` only.
+        Backward calls this.  The current stream waits only for the copies of `layer`.
         """
         for tensors in self._layers[layer], self._layers[max(0, layer - 1)]:
             tensors.fetch(self.memory)
@@ -108,7 +109,7 @@ class OffloadedLayers:
             torch.cuda.current_stream().wait_event(event)
 
     def _allocate(self, num_bytes: int) -> Iterator[Tensor]:
-        """uint8 slices of slabs, `num_bytes` in total."""
+        """Yield uint8 slices of slabs, `num_bytes` in total."""
         while num_bytes:
             if self._num_used == self.memory.slab_bytes:
                 self._slabs.append(self.memory.borrow())
@@ -138,6 +139,8 @@ class OffloadedTensor:
 
 
 class _LayerTensors:
+    """The offloaded tensors of one layer."""
+
     def __init__(self) -> None:
         self.references: list[weakref.ref[OffloadedTensor]] = []
         self.copied_out: Any = None  # event: all tensors are in host memory
@@ -153,7 +156,7 @@ class _LayerTensors:
         missing = [tensor for tensor in self._alive() if tensor.tensor is None]
         if not missing:
             return
-        for tensor in missing:  # allocated and freed on the compute stream
+        for tensor in missing:  # allocated and freed on the stream that computes
             tensor.tensor = torch.empty(tensor.length, dtype=tensor.dtype, device=memory.device)
         memory.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(memory.stream):

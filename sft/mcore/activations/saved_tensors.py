@@ -5,7 +5,7 @@ A hook (torch.autograd.graph.saved_tensors_hooks) stores every tensor that an op
     recompute  The output of a norm is not kept.  The norm's inputs are kept, and backward computes the output again
     offload    Any other large tensor of an offloaded layer is copied to host memory (offload.py)
     prefetch   A tensor of the first layer after the offloaded layers is kept as it is.  When backward reaches this
-               layer, it prefetches the last offloaded layer
+               layer, it starts to copy the tensors of the last offloaded layer to the device
     resident   All other tensors, such as weights and small tensors, are kept as they are.  Without train.recompute and
                train.offload_fraction all tensors are resident
 
@@ -65,6 +65,8 @@ def _view(saved: Restore, like: Tensor) -> Restore:
 
 @dataclass(frozen=True)
 class _Recomputable:
+    """A tensor that backward can compute again as `compute(*inputs)`."""
+
     storage: StorageWeakRef
     compute: Callable[..., Tensor]
     inputs: tuple[Tensor, ...]
@@ -72,6 +74,8 @@ class _Recomputable:
 
 @dataclass(frozen=True)
 class _SavedStorage:
+    """A storage that is recomputed or offloaded.  layer: the number of the layer that saved it first"""
+
     storage: StorageWeakRef
     saved: Restore
     layer: int
@@ -152,6 +156,8 @@ class SavePolicy:
 
 
 class _ForwardPass:
+    """The tensors that one forward pass of a model chunk saves."""
+
     def __init__(self, policy: SavePolicy, num_layers: int) -> None:
         self._resident = policy.resident
         self.layers = None if policy.memory is None else OffloadedLayers(policy.memory)

@@ -45,7 +45,10 @@ HOST_ADAM_GB_S = 60.0  # assumed, for one of 8 GPUs that share two sockets; Adam
 
 
 class Constant(NamedTuple):
-    """One measured or assumed constant.  source: "measured 2026-11-23 on NVIDIA H100" or "assumed: why" """
+    """One measured or assumed constant.
+
+    source: "measured 2026-11-23 on NVIDIA H100", or "assumed: " and the reason
+    """
 
     value: float
     source: str

@@ -155,7 +155,7 @@ class Messages:
         times = 6 if self.config.train.repeats_layers else 4
         node, top_k = self.config.parallel.gpus_per_node, model.moe.top_k or 0
         away = max(0.0, 1 - node / ranks)  # share of the tokens that go to ranks of other nodes
-        if self.config.parallel.ep_comm == "deepep":  # a token goes once to a rank, and once to another node
+        if self.config.parallel.ep_comm == "deepep":  # a rank or a node gets a token once, whatever experts it has
             local, remote = distinct(ranks, top_k) * (ranks - 1) / ranks, distinct(ranks / node, top_k) * away
         else:
             local, remote = top_k * ((ranks - 1) / ranks - away), top_k * away

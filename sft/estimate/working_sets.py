@@ -88,7 +88,8 @@ class StageWork:
             yield WorkingSet({HEAD: self._head(), **(self.in_use.at_head() if self.in_use else {})}, freed=-self.hidden)
         block = self.saved_by_mtp()
         if self.block is not None:
-            # With pp, the tied table's gradient stays until the gradient of the block's embedding.
+            # On several stages with train.mtp = joint, the tied table's gradient from the output stays in memory until
+            # the gradient from the block's embedding is added to it.
             is_kept = self.stage.layout.pp == 1 or self.stage.config.train.mtp == "joint"
             table = self._table() if is_kept else 0.0
             more = mtp.recomputed_vectors(self._repeats_layers) * self.hidden + table

@@ -14,8 +14,8 @@ import numpy as np
 
 BLOCK = 128  # queries or keys of a thread block of FlashAttention-2; for some widths of heads it is 64
 # Costs in started blocks of one head; assumed, not measured.
-CALL_BLOCKS = 256  # for each further call
-COPY_BLOCKS = 0.4  # for copying the rows of a token to its class and back
+CALL_BLOCKS = 256  # of each call after the first
+COPY_BLOCKS = 0.4  # of copying the rows of a token to its class and back
 
 
 def length_classes(num_queries: np.ndarray, num_keys: np.ndarray) -> list[np.ndarray]:

@@ -17,7 +17,7 @@ def meeting_ranks(config: Config) -> int:
     """
     parallel = config.parallel
     ranks = parallel.cp if parallel.pp > 1 else 1
-    if parallel.ep * parallel.etp > 1:  # its ranks are consecutive, and tp of them are one rank of the grid
+    if parallel.ep * parallel.etp > 1:  # an expert group has consecutive ranks; tp of them are one rank of the grid
         groups = -(-parallel.ep * parallel.etp // parallel.tp)
         ranks = -(-max(ranks, groups) // parallel.cp) * parallel.cp
     if parallel.shards_gradients:  # the ranks of a shard group meet in each layer

@@ -94,8 +94,10 @@ def error_message(error: Exception, rank: int) -> list[Any]:
 
 
 def to_error(sent: list[Any]) -> Exception:
-    """The error from which `error_message` made `sent`.  An SftError has its original class, or the nearest base class
-    that this process has imported.  A bug becomes a RuntimeError.
+    """The error from which `error_message` made `sent`.
+
+    The result for an SftError has the error's class, or its nearest base class that this process has imported.  The
+    result for a bug is a RuntimeError.
 
     Raises InvalidMessage if `sent` describes no error.
     """

@@ -26,7 +26,9 @@ from sft.layers.matrices import ModelProducts
 from sft.layers.mixers import softmax
 from sft.parallel.layout import Layout
 
-_COUNTED = 0.9  # share of the model's FLOPs in the bound; a run may skip some below the lowest trained weight
+# Share of the model's FLOPs that the bound counts.  A run may not compute all of them: backward ends at the lowest
+# trained weight.
+_COUNTED = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,7 +70,7 @@ class Parameter:
 
     name: str
     norms: tuple[float, float]
-    norm_difference: float  # relative
+    norm_difference: float  # relative to the first norm
     cosine: float
     difference: float  # norm of the difference, relative to the first norm
 

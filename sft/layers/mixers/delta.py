@@ -27,7 +27,8 @@ from sft.layers.weight import LayerWeight, has_input_norms
 # (forward, backward): bytes per element, in bf16, that the gated norm reads and writes, counted as recurrent.py
 # describes.  The fused norm also copies the gate, a view, in forward and in backward.
 PLAIN_NORM, FUSED_NORM = (72, 158), (10, 14)
-PLAIN_DECAY, FUSED_DECAY = (30, 46), (6, 8)  # the same for decays of channels; decays of heads are too few to count
+# The same for the decay, if each channel has its own.  If all channels of a head share one, its bytes are too few.
+PLAIN_DECAY, FUSED_DECAY = (30, 46), (6, 8)
 DUPLICATED = "linear attention, duplicated"  # `LayerWeight.part` of products that every tensor-parallel rank computes
 _A, _LOW_RANK = "self_attention", "linear_attention.low_rank"
 _WEIGHTS = (

@@ -83,8 +83,9 @@ class LatentBytes(MixerBytes):
         """Bytes of the gradients of output and queries, and of the copies that one head group needs.
 
         The copies are the group's queries, its output and the output's gradient; each counts as wide as the queries.
-        The gradient of the group's queries is summed in fp32.  In several calls, the kernel has copies of the queries,
-        outputs and gradients of a call, and its results.  Calls to parents come later (`parent_keys`).
+        The gradient of the group's queries is summed in fp32.  If the kernel is called several times, a call also has
+        copies of its queries, outputs and gradients, and its results.  The calls in which branches attend to their
+        parents come later (`parent_keys`).
         """
         width, heads = self.rank.width, self._heads / self._groups
         gradients = width * (self._heads * self.model.resolved_value_head_dim + self.queries)

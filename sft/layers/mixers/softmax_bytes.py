@@ -76,7 +76,9 @@ class SoftmaxBytes(MixerBytes):
         heads, by_head = self.model.num_attention_heads / self.rank.tp, self.model.attention_head_gate
         # On a GPU the product with the gate is compiled, and its backward computes the fp32 gate again.
         gate = (self.rank.width if self.rank.is_fused else FP32) * self.queries
-        if by_head:  # the gate in fp32, and the factor; in fp32, the sigmoid is both
+        # A gate by head saves the gate in fp32 and the factor made of it.  They are one tensor if activations are fp32
+        # and the factor is a sigmoid.
+        if by_head:
             gate = heads * (FP32 + self.rank.width * (by_head == "softplus" or self.rank.width < FP32))
         return {
             "queries, keys, values": queries + keys + values * self.model.full_attention.projects_values,
@@ -204,7 +206,7 @@ class PortableBytes(SoftmaxBytes):
             return max((own._working(pack) for own in kernels), key=sum)
         if self._kernel.pads_values and model.value_head_dim is not None and not model.latent_attention.is_used:
             padded = replace(self, model=model.model_copy(update={"value_head_dim": None}))
-            local, gathered = padded._working(pack)  # by the source; not measured on a GPU
+            local, gathered = padded._working(pack)  # as the code of the kernel suggests; not measured on a GPU
             return local + self.rank.width * 2 * self.queries * pack / self.rank.cp, gathered
         full, window = "full attention" in kinds, "window attention" in kinds
         return max([self._full_layer(pack)] * full + [self._window_layer(pack)] * window, key=sum)

@@ -76,7 +76,10 @@ def _limits(num_before: float | None = None, softcap: float = 0.0) -> Mapping[st
 
 
 def _refused(demand: Demand) -> str | None:
-    """The reason that the library finds only while it compiles a kernel, or that nobody has compared the kernel."""
+    """The reason against the kernel that `_asked` does not give; None: there is none.
+
+    The library would raise an error only while it compiles the kernel, or nobody has compared its results.
+    """
     major, width = demand.gpu[0], demand.key_width
     if major not in _GPUS:
         return f"it has kernels for GPUs of compute capability {_HOPPER}.x and {_BLACKWELL}.x"

@@ -31,7 +31,7 @@ def for_save(shards: Iterable[ShardedTensor], trained: Trained) -> Iterator[Shar
 
 
 def for_load(shards: Iterable[ShardedTensor], stored: Collection[str]) -> Iterator[ShardedTensor]:
-    """The shards under the names that they have in a checkpoint with the keys `stored`.  Missing ones are unchanged."""
+    """Yield the shards under their names in a checkpoint with the keys `stored`.  If it lacks one, its name stays."""
     for shard in shards:
         forms = [shard]
         forms += [unstacked(shard, depth) for depth in range(1, len(_axes(shard.key)) + 1)]

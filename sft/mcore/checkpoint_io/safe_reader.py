@@ -42,7 +42,7 @@ from sft.mcore.checkpoint_io.chunk_index import ChunkIndex
 from sft.mcore.checkpoint_io.metadata_index import check_files, first_line, read_index, regular_file
 
 COMMON_FILE = "common.pt"  # holds the plain values up to core 0.18
-COMMON_OBJECT = "common_state/shard_0_1"  # holds them from 0.19 on
+COMMON_OBJECT = "common_state/shard_0_1"  # holds the plain values from core 0.19 on
 EXTRA_STATE = re.compile(r"(^|\.)_extra_state\d*(/|$)")
 
 

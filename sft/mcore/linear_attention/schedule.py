@@ -28,7 +28,7 @@ from sft.mcore.linear_attention.recurrence import Fragments
 
 CHUNK = 64  # tokens per chunk, as in the package transformers; matrix products compute a chunk's updates of the state
 INTERVAL = 8  # most steps of a block.  Forward saves the states at the start of blocks
-BLOCK_CHUNKS = 512  # most chunks x heads of a block with several fragments
+BLOCK_CHUNKS = 512  # largest value of chunks x heads in a block with several fragments
 
 
 @dataclass(frozen=True, eq=False)

@@ -79,7 +79,7 @@ class Factors(torch.nn.Module):
             set_tensor_model_parallel_attributes(factor, True, axis, 1)
 
     def leaves(self) -> Iterator[ShardedTensor | ShardedTensorFactory]:
-        """Yield the factors as parts of PEFT's tensors; the factors of experts, as parts of stacks of these tensors."""
+        """Yield the factors as parts of PEFT's tensors.  Tensors of experts are stacked along a first axis."""
         rank = self.split.part
         a_shape, b_shape = (self.rank, self.weight.num_columns), (self.weight.rows_of(self.adapter), self.rank)
         column = rank * self.a.shape[-1] if self.split.by_columns else 0

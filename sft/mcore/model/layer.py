@@ -106,7 +106,8 @@ class Layer(TransformerLayer):
         # Evaluation also uses tiles, because it has no more free memory than training.
         if not self._recompute or not (self.training or self._tile):
             return second_half(hidden_states)
-        if self.config.fp8:  # FP8 excludes tiles; Transformer Engine's checkpoint restores the first pass's scales
+        # With FP8 there are no tiles.  Transformer Engine's checkpoint restores the scales of the first pass.
+        if self.config.fp8:
             tracker = tensor_parallel.random.get_cuda_rng_tracker
             return te_checkpoint(second_half, False, tracker, self.pg_collection.tp, hidden_states)
         modules = (self.pre_mlp_layernorm, self.mlp, self.post_mlp_layernorm)

@@ -13,9 +13,9 @@ from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel
 from torch import Tensor
 
 from sft.config.linear_attention import Activation
-from sft.layers.mixers.recurrent import BLOCK_NUMBERS
 from sft.mcore.activations.saved_tensors import SavePolicy
 from sft.mcore.linear_attention.delta_rule import DeltaKernel
+from sft.mcore.linear_attention.token_blocks import token_blocks, wide
 
 
 class GatedNorm(torch.nn.Module):
@@ -54,7 +54,7 @@ class _GatedNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: Activation = "silu"
     ) -> tuple[Tensor, Tensor]:
-        shrink = torch.cat([torch.rsqrt(_wide(x[rows]).pow(2).mean(-1, keepdim=True) + eps) for rows in _blocks(x)])
+        shrink = torch.cat([torch.rsqrt(wide(x[rows]).pow(2).mean(-1, keepdim=True) + eps) for rows in token_blocks(x)])
         ctx.save_for_backward(x, gate, weight, shrink)
         ctx.mark_non_differentiable(shrink)
         ctx.activation = activation
@@ -63,21 +63,21 @@ class _GatedNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, weight, shrink = ctx.saved_tensors
-        dx, dgate, dweight = torch.empty_like(x), torch.empty_like(gate), torch.zeros_like(_wide(weight))
-        for rows in _blocks(x):
-            normed, wide_gate, wide_grad = _wide(x[rows]) * shrink[rows], _wide(gate[rows]), _wide(grad[rows])
-            activated, dgate[rows] = _with_gradient(ctx.activation, wide_gate, wide_grad * normed * _wide(weight))
+        dx, dgate, dweight = torch.empty_like(x), torch.empty_like(gate), torch.zeros_like(wide(weight))
+        for rows in token_blocks(x):
+            normed, wide_gate, wide_grad = wide(x[rows]) * shrink[rows], wide(gate[rows]), wide(grad[rows])
+            activated, dgate[rows] = _with_gradient(ctx.activation, wide_gate, wide_grad * normed * wide(weight))
             dnormed_weighted = wide_grad * activated
             dweight += (dnormed_weighted * normed).flatten(0, -2).sum(0)
-            scaled = dnormed_weighted * _wide(weight)
+            scaled = dnormed_weighted * wide(weight)
             dx[rows] = shrink[rows] * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
         return dx, dgate, dweight.to(weight.dtype), None, None
 
 
 def gated(x: Tensor, gate: Tensor, weight: Tensor, shrink: Tensor, activation: Activation = "silu") -> Tensor:
     out, activate = torch.empty_like(x), torch.sigmoid if activation == "sigmoid" else torch.nn.functional.silu
-    for rows in _blocks(x):
-        out[rows] = _wide(x[rows]) * shrink[rows] * _wide(weight) * activate(_wide(gate[rows]))
+    for rows in token_blocks(x):
+        out[rows] = wide(x[rows]) * shrink[rows] * wide(weight) * activate(wide(gate[rows]))
     return out
 
 
@@ -87,16 +87,3 @@ def _with_gradient(activation: Activation, gate: Tensor, grad: Tensor) -> tuple[
         activated = torch.sigmoid(gate)
         return activated, torch.ops.aten.sigmoid_backward(grad, activated)
     return torch.nn.functional.silu(gate), torch.ops.aten.silu_backward(grad, gate)
-
-
-def _blocks(x: Tensor) -> list[slice]:
-    """Slices of tokens, one for each block; one empty slice if there are no tokens.
-
-    Backward has about eight fp32 tensors of the size of a block at a time.
-    """
-    size = max(1, BLOCK_NUMBERS[x.device.type] // 2 // (x.shape[1] * x.shape[2]))
-    return [slice(start, start + size) for start in range(0, max(1, len(x)), size)]
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -13,9 +13,9 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from torch import Tensor
 from torch.nn.functional import silu
 
-from sft.layers.mixers.recurrent import BLOCK_NUMBERS
 from sft.mcore.activations.saved_tensors import SavePolicy
 from sft.mcore.linear_attention.ssd import SsdKernel
+from sft.mcore.linear_attention.token_blocks import token_blocks, wide
 
 
 class GroupedNorm(torch.nn.Module):
@@ -47,7 +47,7 @@ def grouped_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[T
 class _GroupedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        squares = [_gated(x[rows], gate[rows]).square_().mean(-1, keepdim=True) for rows in _blocks(x)]
+        squares = [_gated(x[rows], gate[rows]).square_().mean(-1, keepdim=True) for rows in token_blocks(x)]
         shrink = torch.cat(squares).add_(eps).rsqrt_()
         ctx.save_for_backward(x, gate, weight, shrink)
         ctx.mark_non_differentiable(shrink)
@@ -57,21 +57,21 @@ class _GroupedNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, weight, shrink = ctx.saved_tensors
         dx, dgate = torch.empty_like(x), torch.empty_like(gate, memory_format=torch.contiguous_format)
-        dweight = torch.zeros_like(_wide(weight))
-        for rows in _blocks(x):
-            normed, wide_grad = _gated(x[rows], gate[rows]).mul_(shrink[rows]), _wide(grad[rows])
+        dweight = torch.zeros_like(wide(weight))
+        for rows in token_blocks(x):
+            normed, wide_grad = _gated(x[rows], gate[rows]).mul_(shrink[rows]), wide(grad[rows])
             dweight += (wide_grad * normed).sum(0)
-            scaled = wide_grad * _wide(weight)
+            scaled = wide_grad * wide(weight)
             dgated = shrink[rows] * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
-            dgate[rows] = torch.ops.aten.silu_backward(dgated * _wide(x[rows]), _wide(gate[rows]))
-            dx[rows] = dgated * silu(_wide(gate[rows]))
+            dgate[rows] = torch.ops.aten.silu_backward(dgated * wide(x[rows]), wide(gate[rows]))
+            dx[rows] = dgated * silu(wide(gate[rows]))
         return dx, dgate, dweight.to(weight.dtype), None
 
 
 def grouped(x: Tensor, gate: Tensor, weight: Tensor, shrink: Tensor) -> Tensor:
     out = torch.empty_like(x)
-    for rows in _blocks(x):
-        out[rows] = _gated(x[rows], gate[rows]).mul_(shrink[rows]).mul_(_wide(weight))
+    for rows in token_blocks(x):
+        out[rows] = _gated(x[rows], gate[rows]).mul_(shrink[rows]).mul_(wide(weight))
     return out
 
 
@@ -90,24 +90,11 @@ class _Skip(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         x, factors = ctx.saved_tensors
-        total = torch.zeros_like(_wide(factors))
-        for rows in _blocks(x):
-            total += (_wide(grads[0][rows]) * _wide(x[rows])).sum((0, 2))
+        total = torch.zeros_like(wide(factors))
+        for rows in token_blocks(x):
+            total += (wide(grads[0][rows]) * wide(x[rows])).sum((0, 2))
         return grads[0], grads[0] * factors[:, None], total.to(factors.dtype)
 
 
 def _gated(x: Tensor, gate: Tensor) -> Tensor:
-    return silu(_wide(gate)).mul_(_wide(x))
-
-
-def _blocks(x: Tensor) -> list[slice]:
-    """Slices of tokens, one for each block; one empty slice if there are no tokens.
-
-    Backward has about eight fp32 tensors of the size of a block at a time.
-    """
-    size = max(1, BLOCK_NUMBERS[x.device.type] // 2 // (x.shape[1] * x.shape[2]))
-    return [slice(start, start + size) for start in range(0, max(1, len(x)), size)]
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return silu(wide(gate)).mul_(wide(x))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sft.mcore.linear_attention.recurrence import Kernel, wide_dtype
+from sft.mcore.linear_attention.token_blocks import wide
 
 
 class SsdInputs(NamedTuple):
@@ -77,19 +78,15 @@ class _TimeSteps(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(raw, bias, a_log)
         ctx.limits = low, high  # type: ignore[attr-defined]
-        dt = torch.nn.functional.softplus(_wide(raw) + _wide(bias)).clamp_(low, high)
-        return dt, -_wide(a_log).exp() * dt
+        dt = torch.nn.functional.softplus(wide(raw) + wide(bias)).clamp_(low, high)
+        return dt, -wide(a_log).exp() * dt
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (raw, bias, a_log), (low, high) = ctx.saved_tensors, ctx.limits  # type: ignore[attr-defined]
-        z, rate = _wide(raw) + _wide(bias), -_wide(a_log).exp()
+        z, rate = wide(raw) + wide(bias), -wide(a_log).exp()
         free = torch.nn.functional.softplus(z)
         inside = free >= low if high is None else (free >= low) & (free <= high)
         dz = (grads[0] + rate * grads[1]) * inside * z.sigmoid()
         da_log = (grads[1] * rate * free.clamp_(low, high)).sum(0)
         return dz.to(raw.dtype), dz.sum(0).to(bias.dtype), da_log.to(a_log.dtype), None, None
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

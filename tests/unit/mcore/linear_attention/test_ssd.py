@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sft.mcore.linear_attention import schedule
+from sft.mcore.linear_attention import schedule, token_blocks
 from sft.mcore.linear_attention.grouped_norm import grouped, grouped_norm, skip
 from sft.mcore.linear_attention.recurrence import Fragments
 from sft.mcore.linear_attention.recurrent_attention import recurrent_attention
@@ -227,7 +227,7 @@ def test_time_steps_and_their_gradients(low: float, high: float | None) -> None:
 @pytest.mark.parametrize("tokens", [1, 1000], ids="{} tokens a block".format)
 def test_the_norm_by_groups_and_the_skip(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     """The reference multiplies the gate first, and normalises each of three groups of ten numbers."""
-    monkeypatch.setitem(grouped_norm.__globals__["BLOCK_NUMBERS"], "cpu", 2 * tokens * 3 * 10)
+    monkeypatch.setitem(token_blocks.BLOCK_NUMBERS, "cpu", 2 * tokens * 3 * 10)
     y, x, gate = (random((5, 3, 10)).roll(i, 0).requires_grad_() for i in range(3))
     weight, d = random((3, 10)).requires_grad_(), random((3,)).requires_grad_()
     total = y + d[:, None] * x

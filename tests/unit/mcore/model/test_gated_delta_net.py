@@ -9,7 +9,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sft.mcore.linear_attention import gated_norm
+from sft.mcore.linear_attention import token_blocks
 from sft.mcore.linear_attention.gated_norm import _GatedNorm, gated
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 from sft.mcore.model import recurrent_layer
@@ -32,7 +32,7 @@ def inputs(dtype: torch.dtype) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("tokens", [1, 2, 1000], ids="{} tokens a block".format)
 def test_the_gated_norm_and_its_gradients_in_float64(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
-    monkeypatch.setitem(gated_norm.BLOCK_NUMBERS, "cpu", 2 * tokens * 3 * 10)
+    monkeypatch.setitem(token_blocks.BLOCK_NUMBERS, "cpu", 2 * tokens * 3 * 10)
     x, gate, weight = inputs(torch.float64)
     out, shrink = _GatedNorm.apply(x, gate, weight, EPS)
     expected = reference(x, gate, weight)
@@ -54,7 +54,7 @@ def test_the_gated_norm_of_no_tokens() -> None:
 def test_the_gated_norm_computes_a_block_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 blocks of 8 tokens: neither forward nor backward makes an fp32 copy of a bf16 tensor for all tokens at
     once."""
-    monkeypatch.setitem(gated_norm.BLOCK_NUMBERS, "cpu", 2 * 8 * 4 * 16)
+    monkeypatch.setitem(token_blocks.BLOCK_NUMBERS, "cpu", 2 * 8 * 4 * 16)
     x, gate, weight = (torch.randn(*shape).bfloat16().requires_grad_() for shape in ((512, 4, 16), (512, 4, 16), (16,)))
     sizes = list[int]()
 

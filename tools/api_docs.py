@@ -47,7 +47,7 @@ def section(node: ast.FunctionDef | ast.ClassDef) -> str:
 
 
 def _signature(node: ast.FunctionDef) -> str:
-    """`load(path: str | Path, ...) -> Recipe`, one parameter a line where the whole is longer than 100 columns."""
+    """The signature, such as `load(path: str | Path) -> Recipe`.  Over 100 columns, each parameter has its own line."""
     arguments = ast.unparse(node.args).replace("'", '"').removeprefix("self").removeprefix(", ")
     arguments = re.sub(r"(?<=[\w\]])=(?=[\w\"(])", " = ", arguments)
     returns = "" if node.returns is None else f" -> {ast.unparse(node.returns).strip(chr(39))}"

@@ -1,6 +1,7 @@
 """Makes the tables of docs/reference/kernels.md: which kernel computes each kind of layer on each GPU, and why.
 
-The kernels themselves are asked, as if all packages were installed.  `python -m tools.pages` writes the page.
+The code that chooses kernels makes the decisions, as if all packages were installed.  `python -m tools.pages` writes
+the page.
 """
 
 from collections.abc import Iterator
@@ -40,8 +41,8 @@ KINDS = {
 class Row(NamedTuple):
     """The kernel of a kind of layer on a GPU.
 
-    rate     None: it is not known
-    refusals  reasons against kernels that are faster there, or that are made for this GPU but not for such layers
+    rate      its rates in TFLOP/s; None: unknown
+    refusals  name of another kernel -> why it does not run, for kernels that `_is_of_interest` selects
     """
 
     kernel: str
@@ -95,8 +96,10 @@ def row(sizes: str, capability: tuple[int, int]) -> Row:
 
 
 def _is_of_interest(name: str, chosen: str, demand: Demand) -> bool:
-    """Whether a user would ask why the kernel does not run: it is faster, or it is made for this GPU, not for these
-    layers."""
+    """Whether a user would ask why the kernel `name` does not run instead of `chosen`.
+
+    This is so if it is faster, or if it runs on this GPU, but not for these layers.
+    """
     own, other = demand.rate(chosen), demand.rate(name)
     if own is not None and other is not None:
         return other.together > own.together

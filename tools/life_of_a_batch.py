@@ -235,8 +235,10 @@ def _rounded(value: Any) -> Any:
 def run(
     files: Mapping[str, str], step: Callable[[str], list[dict[str, str]]], num_ranks: int = CP
 ) -> tuple[dict[str, str], str]:
-    """Writes the files and a tiny model into a temporary folder, prepares the data, and calls `step` with the recipe on
-    each rank.  Returns the parts, and the output of `sft data prepare`."""
+    """Prepares the data of `files` in a temporary folder with a tiny model, and calls `step(recipe)` on each rank.
+
+    Returns the parts of the page that rank 0 returns, and the output of `sft data prepare`.
+    """
     torch.set_num_threads(1)  # a process with more threads must not fork
     with tempfile.TemporaryDirectory(prefix="life-") as folder, contextlib.chdir(folder):
         make(Path("tiny"))

@@ -56,7 +56,8 @@ def document(rng: random.Random, text: bytes, values: list[str], *, before: int,
     """A document with `before` tokens of filler before the statements, and `between` tokens after them.
 
     values  the value of each statement; the keys are random
-    rounds  how often each key is asked for.  The first round has the order of the statements, the others a random one.
+    rounds  how often each key is asked for; the first round has the order of the statements, and the others a random
+            order
     """
     keys = rng.sample(ascii_lowercase, len(values))
     lines = [f"\n{key}{value}".encode() for key, value in zip(keys, values, strict=True)]

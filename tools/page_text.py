@@ -1,4 +1,4 @@
-"""Text of generated pages: replaces what stands between two marks, and folds long lines."""
+"""Replaces the text between two marks of a generated page, and folds long lines."""
 
 import textwrap
 
@@ -12,6 +12,6 @@ def replaced(text: str, begin: str, end: str, new: str) -> str:
 
 
 def folded(text: str) -> list[str]:
-    """Lines of at most 118 columns.  All lines of a list item but the first are indented."""
+    """The text as lines of at most 118 columns.  In a list item, all lines except the first are indented."""
     indent = "  " if text.startswith("- ") else ""
     return textwrap.wrap(text, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

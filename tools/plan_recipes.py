@@ -101,9 +101,9 @@ def cases() -> list[Case]:
 
 
 def sibling(case: Case) -> str:
-    """A sentence that names the next recipe of the same model.
+    """A text that names the next recipe of the same model.
 
-    `qwen3_8b_128k_1n.yaml, the same model with other packs or on other GPUs.`
+    "qwen3_8b_128k_1n.yaml, the same model with other packs or on other GPUs."
     """
     same = [other for other in cases() if other.model == case.model]
     return f"{same[(same.index(case) + 1) % len(same)].file}, the same model with other packs or on other GPUs."

@@ -69,8 +69,10 @@ def attention_work() -> str:
 
 
 def _work_panel(left: int, title: str, ranks: dict[int, int]) -> Iterator[str]:
-    """ranks: chunk -> the rank that holds it.  Queries of a chunk attend to all earlier chunks and, as a mean, to half
-    of their own chunk."""
+    """The drawing of one assignment.  ranks: chunk -> the rank that has it
+
+    Queries of a chunk attend to all earlier chunks, and on average to half of their own chunk.
+    """
     yield text(left, 24, title, bold=True)
     yield text(left, 44, "a row: a chunk of queries, as wide as its keys")
     for chunk, rank in sorted(ranks.items()):

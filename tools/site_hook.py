@@ -1,4 +1,4 @@
-"""A hook of mkdocs: a link to a file of the repository outside docs/ leads to a copy of that file in the site.
+"""Extends mkdocs: a link to a file of the repository outside docs/ leads to a copy of that file in the site.
 
     docs/start/install.md   [launch/install.sh](../../launch/install.sh)
     in the site             [launch/install.sh](../repository/launch/install.sh.txt)
@@ -32,7 +32,7 @@ def on_post_page(output: str, page: Any, config: Any) -> str:
 
 
 def on_post_template(output: str, template_name: str, config: Any) -> str:
-    """Completes the page for addresses that do not exist.  A server sends it under any path."""
+    """Replaces the script in templates such as the page for missing addresses, which a server sends under any path."""
     return output.replace(_SHIM, "/javascripts/iframe-worker.js")
 
 

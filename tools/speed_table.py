@@ -78,13 +78,13 @@ def predicted(config: Config, layout: Layout, name: str, *, is_best: bool = Fals
 
 
 def _mfu(config: Config, layout: Layout, name: str) -> str:
-    """`44.4` or `33.0 to 35.9`"""
+    """The predicted MFU in percent, or the range between the likely rates: `44.4`, `33.0 to 35.9`"""
     low, high = (f"{100 * predicted(config, layout, name, is_best=best).mfu:.1f}" for best in (False, True))
     return low if low == high else f"{low} to {high}"
 
 
 def _parts(time: StepTime) -> str:
-    """`attention 70%, linear 18%, recompute 5%`"""
+    """The largest parts of a step's time, such as `attention 70%, linear 18%, recompute 5%`."""
     largest = sorted(time.parts.items(), key=lambda part: -part[1])[:LARGEST]
     return ", ".join(f"{name} {seconds / time.step_s:.0%}" for name, seconds in largest)
 

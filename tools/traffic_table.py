@@ -65,8 +65,10 @@ class Traffic:
 
 
 def of(config: Config, layout: Layout) -> Iterator[Traffic]:
-    """The traffic of every group of more than one rank, with full packs.  Attention runs on Transformer Engine if it
-    can compute the model, otherwise on `portable`."""
+    """The traffic of every group of more than one rank, with full packs.
+
+    Attention runs on Transformer Engine if it can compute the model, otherwise on `portable`.
+    """
     tp, cp, model = layout.tp, layout.cp, config.model
     tokens = config.data.seq_length / cp * layout.num_microbatches
     layers = model.num_layers / layout.pp
@@ -125,16 +127,17 @@ def tensor_parallel(config: Config) -> float:
 
 
 def experts(config: Config, tokens: float) -> float:
-    """Bytes of a layer's all-to-alls: hidden states with fp32 router weights to the experts, outputs back, and the
-    gradients of both."""
+    """The bytes of a layer's all-to-alls: hidden states with fp32 router weights to the experts, and outputs back.
+
+    Backward sends the gradients of both.
+    """
     model, repeated = config.model, 1 if config.train.repeats_layers else 0
     sent = tokens * (model.moe.top_k or 0)
     return (2 + repeated) * sent * (2 * BF16 * model.hidden_size + FP32)
 
 
 def gradients(config: Config, layout: Layout) -> Iterator[Traffic]:
-    """The traffic of the distributed optimizer: once a step, a reduce-scatter of fp32 gradients and an all-gather of
-    bf16 weights."""
+    """The traffic of the distributed optimizer in a step: reduce-scatters of fp32 gradients, gathers of bf16 weights."""
     weights = stage_parameters(Stage.of(config, layout, config.model.vocab_size or 0, 0, Trained())).all
     copies = layout.cp * layout.dp
     if copies > 1:

@@ -145,7 +145,7 @@ def attention(session: Session, engine: Engine, mb: Microbatch, pack: Pack) -> I
 
 
 def counts(session: Session, pack: Pack) -> Iterator[str]:
-    """In how many texts each token of the first tree is."""
+    """The number of texts that contain each token of the first tree."""
     assert pack.branches is not None and pack.texts is not None
     parts, documents = TextParts.of(pack.branches, pack.texts), pack.documents
     times = parts.in_text.sum(0)[parts.of_tokens(documents, pack.position_ids - pack.branches.depths[documents])]
@@ -168,7 +168,7 @@ def fragments(pack: Pack) -> Iterator[str]:
 
 
 def losses(engine: Engine, read: Sequence[Sample], collator: Collator) -> Iterator[str]:
-    """Sums of the trees, and of their texts as separate samples."""
+    """The sums of losses of the trees, and of their texts as separate samples."""
     alone = [text for sample in read for text in texts(sample)]
     for name, samples in (("2 trees", read), (f"{len(alone)} separate samples", alone)):
         mb = collator.microbatch(samples)

@@ -51,8 +51,10 @@ def pack_of(mix: str, length: int, options: argparse.Namespace) -> Pack:
 
 
 def prepare(options: argparse.Namespace) -> Iterator[Row]:
-    """Checks every implementation on a short pack of each mix.  Removes each one that cannot run here, and yields a row
-    for it."""
+    """Checks every implementation on a short pack of each mix.
+
+    Removes implementations that cannot run here from `options.ways`, and yields a row for each.
+    """
     absent = {name: why for name in options.ways if (why := ways.why_not(name, options.device))}
     length = min(length for length, _ in options.cases)
     for mix in {mix: None for _, mix in options.cases}:
@@ -140,7 +142,10 @@ def measure(case: tuple[int, str], options: argparse.Namespace) -> Iterator[Row]
 
 
 def rows_of(names: Sequence[str], cp_sizes: Sequence[int], length: int) -> list[tuple[str, int]]:
-    """(way, cp) of each row.  The first row is flash on one device, to which the rows with cp above 1 are compared."""
+    """The implementation and the cp size of each row.
+
+    The first row is flash on one device, with which the rows with cp above 1 are compared.
+    """
     rows = [("flash", cp_size) for cp_size in cp_sizes if "flash" in names]
     others = [name for name in ways.NAMES[1:] if name in names and (name != "plain" or length <= PLAIN_UP_TO)]
     return rows + [(name, 1) for name in others]
@@ -183,10 +188,11 @@ def timed(pack: Pack, name: str, cp_size: int, repeats: int) -> list[Row]:
 def row_of(cp_size: int, ranks: Sequence[Row], flops: float, whole: Row | None) -> Row:
     """The row of an implementation.
 
+    ranks  the measurements of each rank
     flops  FLOPs of a forward pass over the whole pack
-    whole  the row of one device, if known
+    whole  the row of flash on one device, if known
 
-    one device takes 4 s; 4 ranks take 1.0, 1.0, 1.0 and 1.25 s: efficiency 4 / 4 / 1.25 = 80%
+    Example: one device takes 4 s, and 4 ranks take 1.0, 1.0, 1.0 and 1.25 s.  The efficiency is 4 / 4 / 1.25 = 80%.
     """
     fwd, both = (max(rank[key] for rank in ranks) for key in ("fwd_s", "both_s"))
     extra = [rank["extra"] for rank in ranks if rank["extra"] is not None]

@@ -46,7 +46,10 @@ class Pack:
 
     @classmethod
     def random(cls, boundaries: np.ndarray, heads: tuple[int, int, int], device: torch.device) -> "Pack":
-        """heads: query heads, key/value heads, head_dim.  Tensors are bf16; query, key and value require gradients."""
+        """A pack of random bf16 tensors.  Query, key and value require gradients.
+
+        heads: number of query heads, number of key and value heads, head_dim
+        """
         num_heads, num_groups, head_dim = heads
         generator = torch.Generator(device).manual_seed(0)
         shapes = [(int(boundaries[-1]), count, head_dim) for count in (num_heads, num_groups, num_groups, num_heads)]
@@ -93,8 +96,10 @@ def reason(error: Exception) -> str:
 
 
 def whole(p: Pack, name: str) -> Way:
-    """The implementation `name` for the whole pack, on a device for which `why_not` is None.  A call of the result may
-    still refuse the shape."""
+    """The implementation `name` for the whole pack.
+
+    `why_not` must be None for the device.  A call of the result may still refuse the shape (`is_refusal`).
+    """
     if name == "flash":
         return by_flash(p, 1, 0)[0]
     ways: dict[str, Callable[[Pack], Way]] = {"plain": by_plain, "sdpa": by_sdpa, "cudnn": by_cudnn, "te": by_te}
@@ -158,8 +163,11 @@ def by_plain(p: Pack) -> Way:
 
 
 def by_flash(p: Pack, cp_size: int, rank: int) -> tuple[Way, Sequence[Tensor], np.ndarray]:
-    """The computation of a rank's part as a function; the queries, keys and values of the part; its positions in the
-    pack."""
+    """The implementation `flash` for the part of one rank.
+
+    Returns a function that computes the part, the queries, keys and values of the part, and the positions of its tokens
+    in the pack.
+    """
     kernel = FlashKernel.of(p.boundaries, cp_size, rank, p.device, operators=operators_for(p.device))
     indices = context_parallel.local_indices(p.boundaries, cp_size, rank)
     rows = torch.from_numpy(indices).to(p.device)

@@ -1,4 +1,4 @@
-"""Time that a save stalls training, and time of a load, compared with torch.save and torch.load.
+"""Measures the time that a save stalls training, and the time of a load, compared with torch.save and torch.load.
 
     python -m tools.bench checkpoint --device cpu          two processes, 1 GiB of weights and moments
     python -m tools.bench checkpoint --folder /mnt/nfs     on a given file system
@@ -102,8 +102,10 @@ def measure(precision: str, options: argparse.Namespace) -> Iterator[Row]:
 
 
 def turns_of(config: Config, vocab_size: int, folder: str, repeats: int) -> list[Row]:
-    """Runs on every rank.  Returns facts of the model, and for each row the time and memory of all turns.  Each value
-    is the largest over the ranks."""
+    """Measures on every rank.  Returns facts of the model, and for each row the time and memory of every turn.
+
+    Each value is the largest over the ranks.
+    """
     layout = Layout.resolve(config, dist.get_world_size())
     groups = process_groups.start(layout, device.start(config.run.device), seed=1, timeout_s=600)
     engine = Engine(config, layout, groups, vocab_size=vocab_size, num_steps=100)
@@ -139,7 +141,7 @@ def timed(call: Callable[[], object]) -> Took:
 
 
 class RankBench:
-    """Each public method measures a few rows, and removes the files that it wrote."""
+    """Measures saves and loads on a rank.  Each public method measures some rows, and removes its files."""
 
     def __init__(self, engine: Engine, folder: Path) -> None:
         self.engine, self.folder, self.step = engine, folder, 0

@@ -56,7 +56,7 @@ def wall_on(device: torch.device) -> Callable[[Callable[[], Any]], float]:
 
 
 def cpu_time(call: Callable[[], Any]) -> float:
-    """Seconds of CPU time of this process; other processes on the machine do not change it."""
+    """Seconds of CPU time that this process spends in a call.  Other processes do not change it much."""
     start = time.process_time()
     call()
     return time.process_time() - start

@@ -53,8 +53,10 @@ class Counter(TorchDispatchMode):
         return result
 
     def peak_bytes(self, *, beyond: Iterable[Tensor] = ()) -> int:
-        """The largest number of bytes alive after an operation.  Excludes storages of the tensors `beyond`, which must
-        still be alive."""
+        """The largest number of bytes alive after an operation.
+
+        beyond: tensors whose storages do not count; they must still be alive
+        """
         self._clock += 1
         self._end_expired()
         excluded = {x.untyped_storage()._cdata for x in beyond}

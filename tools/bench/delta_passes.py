@@ -1,4 +1,4 @@
-"""The passes of the gated delta rule on one rank of a cp group: time and launches of a layer.
+"""Measures the passes of the gated delta rule on one rank of a cp group: time and kernel launches of a layer.
 
     python -m tools.bench delta_passes                           one document of 64K: cp 1, 2 and 8
     python -m tools.bench delta_passes --cases 128k:8 --ways fla
@@ -53,7 +53,7 @@ def prepare(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def passes_of(kernel: DeltaKernel, inputs: Inputs, cp: int) -> dict[str, Callable[[], Any]]:
-    """Name -> a pass over the fragments of a rank, as in gated_delta.py but for the messages."""
+    """The passes over the fragments of a rank, by name: those of gated_delta.py, without messages between ranks."""
     tokens, heads, device = len(inputs.v), inputs.v.shape[1], inputs.v.device
     is_linked = cp > 1
     fragments = Fragments.of([0, tokens // 2, tokens], [0, 1]) if is_linked else Fragments.of([0, tokens])

@@ -82,8 +82,10 @@ def backward(way: Way, inputs: Inputs, grad: Tensor) -> list[Tensor]:
 
 
 def prepare(options: argparse.Namespace) -> Iterator[Row]:
-    """Removes fla if it cannot run here, and yields a row that says why.  Raises Refused if the result of a way differs
-    from the baseline."""
+    """Removes fla if it cannot run here, and yields a row that says why.
+
+    Raises Refused if an output or gradient differs from that of the baseline.
+    """
     if "fla" in options.ways:
         if problem := "it needs CUDA" if options.device.type == "cpu" else fla_functions.problem():
             options.ways = [name for name in options.ways if name != "fla"]

@@ -1,22 +1,23 @@
-"""A CP size for each pack (dynamic CP) against a fixed CP size, predicted: time of a step, bytes over cp, balance.
+"""Predicts time, bytes over cp and balance of steps with a CP size for each pack (dynamic CP), compared with fixed CP.
 
 A case is MIX:MODEL:RANKSxMICROBATCHES:CP.  RANKS is dp x cp, and MICROBATCHES is the number of packs per dp rank and
-global batch at fixed CP.  Both plans have the same global batches, and packs of seq_length / CP tokens per rank.  A
-column is the mean over the global batches, or the largest or smallest value where the list says so:
+global batch with fixed CP.  The plan with dynamic CP and the plan with fixed CP have the same global batches, and packs
+of seq_length / CP tokens per rank.  A column is the mean over the global batches, or the largest or smallest value
+where the list says so:
 
-    bytes          bytes over cp / bytes over cp of fixed CP
+    bytes          bytes over cp / bytes over cp with fixed CP
     least          the same ratio if each document is on the smallest group that holds it
     step / bound   largest value: time of the step / lower bound of the time of any assignment
     step / fixed   time of the step / time of the step with fixed CP (sft/data/packing/balance.py)
     balance        smallest value: mean work of a rank / time of the step
     microbatch     smallest value: `balance` if all ranks wait for each other after every microbatch
-    level          `microbatch` of a plan that is made for ranks that wait
-    level / bound  largest value: time of the plan of `level` / lower bound of the time of any such plan
+    level          smallest value: `microbatch` of a plan that is made for ranks that wait after every microbatch
+    level / bound  largest value: time of that plan / lower bound of the time of any plan with such waits
                    (waiting_bound.py); 1 / this is the share of the best possible balance
     ms, max        largest CPU time of making a plan
 
-Only in `microbatch` and `level` do ranks wait for each other within a step.  Times of steps are predicted by the cost
-model of sft/data/packing/cp_cost.py.
+Only in the columns `microbatch`, `level` and `level / bound` do ranks wait for each other within a step.  The cost
+model of sft/data/packing/cp_cost.py predicts times of steps.
 """
 
 import argparse

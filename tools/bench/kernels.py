@@ -1,4 +1,4 @@
-"""Attention kernels by kind of layer: TFLOP/s of forward and of backward of every kernel that is installed.
+"""Measures TFLOP/s of forward and of backward of every installed attention kernel, for each kind of layer.
 
     python -m tools.bench kernels                                  the table of docs/numbers/h200.md
     python -m tools.bench kernels --cases 256:one,256:2k --ways flashattention-4

@@ -1,4 +1,4 @@
-"""Time, memory and bytes of reading weights straight from a Hugging Face folder, on one process without a GPU.
+"""Measures time, memory and bytes of reading weights straight from a Hugging Face folder, in one process without a GPU.
 
     python -m tools.bench load_hf                                    1 GiB of Llama-3.2-1B's layers
     python -m tools.bench load_hf --cases llama-3-8b --gib 2.9
@@ -88,8 +88,7 @@ def make_model(folder: Path, content: Mapping[str, Any]) -> None:
     tensors, generator = tensors_of(content), torch.Generator().manual_seed(0)
 
     def values(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
-        """The name, and random finite values of the tensor's shape.  Values are random bits, because drawing normal
-        values takes five times as long."""
+        """The name, and random finite values of the tensor's shape: random bits, because normal values take longer."""
         bits = torch.empty(tensor.shape, dtype=torch.int16).random_(0, 0x4000, generator=generator)
         return name, bits.view(tensor.dtype)
 
@@ -97,8 +96,10 @@ def make_model(folder: Path, content: Mapping[str, Any]) -> None:
 
 
 def parts_of(mapping: TensorMapping, tp: int) -> Iterator[Any]:
-    """The parts of our tensor that tensor-parallel rank 0 holds, as Megatron makes them.  Their memory is written once,
-    so that the process already has it."""
+    """The parts of our tensor that tensor-parallel rank 0 has, as Megatron makes them.
+
+    Their memory is written once, so that its allocation does not count as growth of the process.
+    """
     whole = mapping.shape(mapping.num_rows)
     axes, matrices = len(mapping.stack), 2 if mapping.key.endswith("linear_fc1.weight") else 1
     axis = 0 if mapping.key.endswith(BY_ROWS) else 1 if mapping.key.endswith(BY_COLUMNS) else None

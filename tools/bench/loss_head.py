@@ -1,4 +1,4 @@
-"""Time, memory and FLOPs of the loss head, forward and backward, compared with torch's functions.
+"""Measures time, memory and FLOPs of the loss head, forward and backward, compared with torch's functions.
 
     python -m tools.bench loss_head --check              2,048 tokens x 1,024 hidden x 32,768 vocabulary
     python -m tools.bench loss_head --cases 1 --tp 2     vocabulary split over two gloo ranks; counts sent bytes

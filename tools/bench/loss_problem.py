@@ -1,5 +1,4 @@
-"""Makes the inputs of the loss head and its implementations, counts FLOPs and bytes of each, checks its gradients, and
-times all in turns.
+"""Makes inputs of the loss head.  Counts FLOPs and bytes, checks gradients and measures times of its implementations.
 
 extra   peak bytes without inputs and final gradients.  On a CPU, tools/bench/counter.py counts them at every operation.
         On CUDA, it is the allocator's peak minus inputs and gradients
@@ -48,12 +47,12 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Implementations of one loss, and the inputs of the loss.  The others are compared with the first one."""
+    """Implementations of one loss, and their inputs.  All implementations are compared with the first one."""
 
     ways: dict[str, Callable[[], Tensor]]
     leaves: tuple[Tensor, ...]  # inputs that require gradients
     constants: tuple[Tensor, ...]
-    num_gradients: Mapping[str, int]  # implementations with gradients for only the first n leaves -> n
+    num_gradients: Mapping[str, int]  # implementation -> n, if only the first n leaves get gradients
 
     def backward(self, name: str) -> None:
         self.clear()
@@ -121,8 +120,10 @@ def make_problem(sizes: Sizes, only: Sequence[str] = WAYS) -> Problem:
 
 
 def measure(problem: Problem, checked: Problem, *, repeats: int) -> Iterator[Row]:
-    """Yields a row for every implementation in `problem`.  Checks gradients on `checked`, the same problem or
-    a smaller one."""
+    """Yields a row for every implementation in `problem`.
+
+    checked: the same problem or a smaller one, on which the gradients are compared
+    """
     reference = next(iter(checked.ways))
     checked.backward(reference)
     expected = list(checked.gradients.values())

@@ -1,4 +1,4 @@
-"""The header of a benchmark: date, command, hardware, driver and versions."""
+"""Makes the header of a benchmark: date, command, hardware, driver and versions."""
 
 import os
 import platform

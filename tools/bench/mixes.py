@@ -1,4 +1,4 @@
-"""Distributions of document lengths for benchmarks, and the notation of lengths.
+"""Makes document lengths of several distributions (mixes) for benchmarks, and reads lengths such as 64k.
 
 one      a single document
 chat     log-normal with median 600
@@ -15,7 +15,7 @@ import numpy as np
 
 SEQ_LENGTHS = {"chat": 32_768, "longmix": 131_072, "agent": 131_072}  # maximum length of a document
 MIXES = ("one", *SEQ_LENGTHS)
-TRACES = {"coderforge": 131_072, "math": 131_072, "lognormal": 131_072}  # the same for further mixes
+TRACES = {"coderforge": 131_072, "math": 131_072, "lognormal": 131_072}  # maximum length in further mixes
 # Quantiles: (share of documents, tokens).  Between two quantiles, the logarithm of the length is linear.  The first
 # quantile is assumed, not published.
 QUANTILES = {

@@ -26,10 +26,11 @@ def rows_of_rank0(
     device_type: str = "cpu",
     start_method: str = "spawn",
 ) -> list[Row]:
-    """The rows that rank 0 of `size` new processes returns.  Every rank runs `measure(*arguments)`, in a group of
-    gloo, or of NCCL with device_type cuda.  With start_method fork, ranks need no imports of their own.
+    """The rows that rank 0 of `size` new processes returns.  Every rank runs `measure(*arguments)`.
 
-    Raises Refused if a rank raises it, and RuntimeError with the traceback of a rank that fails.
+    device_type: cpu makes a process group of gloo, and cuda one of NCCL
+    start_method: fork gives the ranks the modules that this process has imported
+    Raises Refused if a rank raises it, and torch's ProcessRaisedException with the traceback of a rank that fails.
     """
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         try:

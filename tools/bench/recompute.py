@@ -1,11 +1,11 @@
-"""Whole training steps with each train.recompute, on a CPU: ratios of times, compared with ratios of counted FLOPs.
+"""Measures training steps with each train.recompute on a CPU: ratios of times, compared with ratios of counted FLOPs.
 
     python -m tools.bench recompute --check
 
 A case is LENGTH:MIX (tools/bench/mixes.py) of a model whose heads are so wide that attention has most FLOPs of a step.
 The ways train on the same pack in turns, in one process, and times are medians.  GFLOPs are those of the matrix
-products that one step executes, with the share of attention's kernels.  The last two columns are ratios: of
-attention_kept over the way of the row.
+products that one step executes, with the share of attention's kernels.  The last two columns are the time and the FLOPs
+with attention_kept, divided by those of the row.
 """
 
 import argparse
@@ -51,7 +51,7 @@ class Flops(TorchDispatchMode):
 
 
 def counted(engine: Engine, microbatches: Sequence[Microbatch]) -> tuple[int, int]:
-    """FLOPs of the matrix products of a step: all, and those of attention's kernels."""
+    """The FLOPs of all matrix products of a step, and the FLOPs of attention's kernels."""
     of_kernels = 0
 
     def within(function: Any, *args: Any) -> Any:

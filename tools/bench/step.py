@@ -1,4 +1,4 @@
-"""Whole training steps on one GPU: tokens per second, FLOPs, memory, and shares of time, compared with a roofline.
+"""Measures training steps on one GPU: tokens per second, FLOPs, memory, and shares of time, compared with a roofline.
 
     python -m tools.bench step --minutes 20 --json rows.jsonl       the cases that --list prints, in this order
     python -m tools.bench step --cases 4b:128k:one:full,4b:64k:chat
@@ -101,8 +101,10 @@ def _packed(steps: Steps) -> Bar:
 
 
 def _kept(steps: Steps) -> Bar:
-    """The bar of 1.7b at 64K in one document: seconds of a step that keeps attention / with full recomputation, the
-    largest ratio of cases that differ in nothing else."""
+    """The bar of 1.7b at 64K in one document: time of a step with attention kept / time with full recomputation.
+
+    It has the largest ratio of two cases that differ only in recomputation.
+    """
     seconds = {c: row["seconds"] / row["steps"] for c, row in steps}
     ratios = [
         taken / seconds[full]

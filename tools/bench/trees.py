@@ -1,4 +1,4 @@
-"""A trace of an agent as a tree of turns, compared with separate samples: tokens, FLOPs, calls, and time of a step.
+"""Compares a trace of an agent as a tree of turns with separate samples: tokens, FLOPs, calls, and time of a step.
 
     python -m tools.bench trees --check
 
@@ -7,12 +7,12 @@ thinking, 200 of action and 600 of observation.  Each turn is trained in the tex
 earlier one.  The trees are those that `data.turns: each` stores, and separate samples are packed as without trees, into
 packs as long as the tree.
 
-Tokens, with padding to multiples of 64, and calls of a flash kernel in forward of a layer are those of the trace at
-this size.  FLOPs and time are those of training steps with a trace whose messages are ten times shorter, on a dense
-model of one layer.  Its attention takes as many FLOPs as all else at 3,456 tokens.  For an 8B model this is 53,248
-tokens, so attention has a larger share here than with such a model and the whole trace, and a tree saves less of it.
-The dispatcher of torch counts the FLOPs.  Both ways train in turns, in one process, and times are medians.  `saved` is
-the share that the tree saves / the share that arithmetic on lengths without padding promises.
+The table counts the tokens of the trace at this size, with padding to multiples of 64, and the calls of a flash kernel
+in forward of a layer.  FLOPs and time are those of training steps with a trace whose messages are ten times shorter, on
+a dense model of one layer.  In this model, attention has as many FLOPs as everything else at 3,456 tokens; in an 8B
+model, at 53,248 tokens.  The dispatcher of torch counts the FLOPs.  Tree and separate samples train in turns, in one
+process, and times are medians.  `saved` is the share of tokens that the tree saves / the share that arithmetic on
+lengths without padding promises.
 """
 
 import argparse
@@ -64,8 +64,10 @@ class Trace(NamedTuple):
         return Trace(self.turns, *(length // factor for length in self[1:]))
 
     def texts(self) -> list[TreeText]:
-        """The text of each turn, whose thinking and action are supervised.  Tokens are random; no thinking begins like
-        an action."""
+        """The text of each turn, whose thinking and action are supervised.
+
+        Tokens are random.  Thinking and actions begin with different tokens, so that they are different branches.
+        """
         rng, half = np.random.default_rng(self.turns), VOCAB // 2
         before, texts = rng.integers(0, VOCAB, self.system), list[TreeText]()
         for _ in range(self.turns):
@@ -76,7 +78,7 @@ class Trace(NamedTuple):
         return texts
 
     def promised(self) -> dict[str, dict[str, int]]:
-        """Tokens, and pairs of a token and a token before it, of a tree and of separate samples."""
+        """The number of tokens, and of pairs of a token and an earlier token, in a tree and in separate samples."""
         kept, own = self.action + self.observation, self.thinking + self.action
         depths = [self.system + turn * kept for turn in range(self.turns)]
         squares = [(depth + own) ** 2 for depth in depths]

@@ -1,4 +1,4 @@
-"""A lower bound of the time of a step with dynamic CP whose ranks wait for each other after every microbatch."""
+"""Computes a lower bound of the time of a step with dynamic CP if ranks wait for each other after each microbatch."""
 
 import numpy as np
 
@@ -22,7 +22,7 @@ def waiting_bound_ns(documents: Documents, num_ranks: int) -> float:
     longest = -np.sort(-documents.times[last][documents.least == last])[::blocks]
     longest = longest if len(longest) else documents.times.min(axis=0)[:1]
     count = np.arange(len(longest) + 1)
-    # The most work per unit among documents of at most this many units
+    # The most work per unit among the documents that have at most this many units.
     density = np.maximum.accumulate((work / units)[::-1])
     fitting = np.searchsorted(units[::-1], np.minimum(block - units, units), side="right")
     beside = np.where(fitting > 0, density[np.maximum(fitting, 1) - 1], 0.0) * (block - units)

@@ -1,4 +1,4 @@
-"""The first hour on a GPU machine: one command that runs probes, tests and benchmarks, and reports every bar.
+"""Runs probes, tests and benchmarks for the first hour on a GPU machine with one command, and reports every bar.
 
     python -m tools.gpu_hour --gpus 8        all steps, 86 minutes at most; a second start continues
     python -m tools.gpu_hour --tiny          toy sizes on a CPU, about a minute

@@ -1,4 +1,4 @@
-"""The first hour on a GPU machine: probes, tests and benchmarks, and a report of every bar.
+"""Runs probes, tests and benchmarks for the first hour on a GPU machine, and reports every bar.
 
     python -m tools.gpu_hour --gpus 8               at most 86 minutes; one GPU: at most 70
     python -m tools.gpu_hour --tiny                 toy sizes, on a CPU too
@@ -99,8 +99,10 @@ def clear(out: Path) -> None:
 
 
 def end_by_signals() -> None:
-    """Makes stop signals act like Ctrl-C: the running step is ended and the report is written.  Under nohup, SIGHUP
-    stays ignored."""
+    """Makes stop signals act like Ctrl-C: the running step is ended, and the report is written.
+
+    SIGHUP stays ignored under nohup.
+    """
 
     def stop(*_: object) -> NoReturn:
         raise KeyboardInterrupt

@@ -1,6 +1,6 @@
-"""The bars of all steps: the measured value, and the bound that the documentation names.
+"""Computes the bars of all steps: a measured value, and the bound that the documentation names.
 
-Bounds of benchmarks are those of tools/bench; docs/numbers/performance.md lists them.  A bar that nothing measured has
+Bounds of benchmarks are those of tools/bench; docs/numbers/performance.md lists them.  A bar without a measurement has
 the value None.
 """
 
@@ -81,8 +81,11 @@ def memory(outcomes: Outcomes) -> Iterator[Bar]:
 
 
 def of_bench(module: str, *steps: str, also_unmeasured: bool = False) -> Callable[[Outcomes], Iterator[Bar]]:
-    """A function that returns the bars of a module of tools/bench for the rows of these steps.  The module is imported
-    only when the function is called, because the import takes seconds."""
+    """A function that returns the bars of a module of tools/bench for the rows of these steps.
+
+    also_unmeasured: whether rows of cases that were not measured are included
+    The function imports the module when it is called, because the import takes seconds.
+    """
 
     def judge(outcomes: Outcomes) -> Iterator[Bar]:
         rows = [row for n in steps for row in (outcomes[n].all_rows if also_unmeasured else outcomes[n].measured)]
@@ -112,8 +115,10 @@ OF_TIMES = (  # groups with bars of times, which mean nothing at toy sizes
 
 
 def judged(outcomes: Outcomes, *, tiny: bool = False) -> list[tuple[str, list[Bar]]]:
-    """(title, bars) of every group.  A group without rows, or with rows that cannot be judged, has one bar without a
-    value."""
+    """The title and the bars of every group.
+
+    A group without rows, or with rows that cannot be judged, has one bar without a value.
+    """
     by_step = defaultdict(Outcome, outcomes)  # a run with one GPU has no outcomes of the steps that need eight
     groups = []
     for title, judge in (*GROUPS, *(() if tiny else OF_TIMES)):

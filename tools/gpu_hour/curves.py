@@ -1,8 +1,8 @@
-"""Losses and gradient norms of one small model on several layouts, precisions and backends, from the same weights.
+"""Declares and judges curves: losses and gradient norms of small models on several layouts, precisions and backends.
 
-Declares the curves and judges them; measured.py measures them.  The first curve of a kind of model in a group is the
-reference of its others.  A curve is written like "kind=latent tp=2 cp=4 precision=bf16"; the kind is one of kinds.py,
-and dp follows from the other sizes.
+measured.py measures the curves.  All curves of a model start from the same weights.  The first curve of a model in a
+group is the reference for the others.  A curve is written like "kind=latent tp=2 cp=4 precision=bf16"; the kind is one
+of kinds.py, and dp follows from the other sizes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,13 +30,13 @@ SECTIONS = {
     **dict.fromkeys(("recompute", "offload_fraction"), "train"),
     **dict.fromkeys(("backend", "delta_rule"), "attention"),
 }
-KIND_SIZES = ("data.seq_length=512", "train.num_steps=12")  # of curves with a kind
-SHORT_CP = ("parallel.intra_node_gb_s=1e-6",)  # of curves with dynamic_cp: so slow that short packs get small groups
-# Relative differences, the same bounds as in tests/gpu.  fp32: kernels of other sizes add in another order.  bf16 has 8
-# bits of mantissa, and four layers round at other points.
+KIND_SIZES = ("data.seq_length=512", "train.num_steps=12")  # settings of curves with a kind
+SHORT_CP = ("parallel.intra_node_gb_s=1e-6",)  # with dynamic_cp: a network so slow that short packs get small groups
+# Largest relative differences, the same as in tests/gpu.  In fp32, kernels of other sizes add in another order.  bf16
+# has 8 bits of mantissa, and other layouts round at other points of the four layers.
 FP32_BOUND, BF16_BOUND, BF16_NORM_BOUND = 1e-4, 1e-2, 3e-2
-# Of kinds, over twelve steps, in bf16.  On a CPU, gradient norms of toy sizes differed by up to 0.022, and with experts
-# by up to 0.074: of two experts with nearly equal scores, bf16 may choose the other one.
+# Bounds of gradient norms of curves with a kind, over twelve steps in bf16.  On a CPU, the norms of toy sizes differed
+# by up to 0.022, and with experts by up to 0.074: of two experts with nearly equal scores, bf16 may choose the other.
 KIND_NORM_BOUND, EXPERTS_NORM_BOUND = 5e-2, 0.15
 # FP8 has 3 bits of mantissa: a factor is wrong by up to 6%, and the errors of a sum's terms partly cancel.
 FP8_BOUND, FP8_NORM_BOUND = 5e-2, 2e-1
@@ -156,8 +156,10 @@ def limit_s(group: str) -> int:
 
 
 def difference(row: Row, reference: Row, key: str) -> float:
-    """The largest relative difference of a step: {"losses": [2.0, 1.0]} against {"losses": [2.0, 1.25]} -> 0.2.  It is
-    infinite if a value is NaN."""
+    """The largest relative difference over all steps; infinity if a value is NaN.
+
+    {"losses": [2.0, 1.0]} and reference {"losses": [2.0, 1.25]} -> 0.2
+    """
     pairs = zip(row[key], reference[key], strict=True)
     errors = [abs(a - b) / abs(b) if b else float(a != b) for a, b in pairs]
     return max(error if error == error else float("inf") for error in errors)
@@ -176,8 +178,10 @@ def bounds(case: str) -> tuple[float, float]:
 
 
 def bars(rows: Sequence[Row]) -> Iterator[Bar]:
-    """Bars of the losses and gradient norms of every curve, compared with those of the first curve of its kind.  A
-    curve that could not be measured here has bars without a value."""
+    """Bars of the losses and gradient norms of every curve, compared with those of the first curve of its kind.
+
+    A curve that could not be measured here has bars without a value.
+    """
     references: dict[str, Row] = {}
     for row in rows:
         reference = references.setdefault(kind_of(row["case"]), row)

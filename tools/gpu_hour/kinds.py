@@ -1,4 +1,4 @@
-"""Small models with each kind of layer, as overrides of the recipe of curves.py.
+"""Declares a small model with each kind of layer, as overrides of the recipe of curves.py.
 
 Heads are as wide as in released models, because the width decides which kernel runs.
 """

@@ -1,4 +1,4 @@
-"""Versions and hardware of this machine and the state of the code, as one line of JSON.
+"""Writes versions and hardware of this machine, and the state of the code, as one line of JSON.
 
     python -m tools.gpu_hour.machine --json FILE
 
@@ -42,7 +42,7 @@ def digest(root: Path) -> str:
 
 
 def commit(root: Path) -> str:
-    """`5695716` or, with changes that are not committed, `5695716-dirty`"""
+    """The commit, such as `5695716`, or `5695716-dirty` if there are changes that are not committed."""
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude", "*"]
     try:
         return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL, timeout=20).strip()

@@ -32,8 +32,11 @@ ADAPTER_REPEATS = 10  # timed repetitions of a layer
 
 
 def curve_rows(group: str, device_type: str, sizes: Sequence[str]) -> Iterator[Row]:
-    """The rows of a group.  A curve that this machine cannot compute has a row with the reason.  Of a single process, a
-    curve that fails does not stop the others."""
+    """The rows of a group of curves.
+
+    A curve that this machine cannot compute has a row with the reason.  With one process, a curve that fails also has a
+    row, and the next curves follow; with several processes, the error ends the measurement.
+    """
     references: dict[str, Row] = {}
     world_size = int(os.environ["WORLD_SIZE"])
     store, _, _ = next(dist.rendezvous("env://"))
@@ -116,8 +119,10 @@ def speed_rows(name: str, overrides: Sequence[str], device_type: str) -> Iterato
 
 
 def adapter_rows(name: str, device_type: str) -> Iterator[Row]:
-    """Rows of each linear layer with an adapter, of a model with one layer: time of forward with backward, and the same
-    without the adapter.  The frozen weight has no gradient in both."""
+    """A row for each Linear with an adapter, in a model of one layer: times with and without the adapter.
+
+    A row has the times of forward, and of forward with backward.  The frozen weight never gets a gradient.
+    """
     case, device = StepCase.read(name), torch.device(device_type)
     config = case.config(device_type, also=["model.num_layers=1", "attention.backend=portable"])
     layout = Layout.resolve(config, int(os.environ["WORLD_SIZE"]))
@@ -153,6 +158,6 @@ def _forward_and_backward(layer: Any, x: Tensor) -> None:
 
 
 def peak_of(device_type: str) -> float | None:
-    """The dense bf16 peak of this machine's GPU in TFLOP/s; None for a CPU, and for a GPU of which none is known."""
+    """The dense bf16 peak of this machine's GPU in TFLOP/s; None for a CPU, and for a GPU whose peak is not known."""
     gpu = gpu_of_device(torch.cuda.get_device_name()) if device_type == "cuda" else None
     return gpu.tflops if gpu else None

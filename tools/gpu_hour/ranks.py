@@ -1,4 +1,4 @@
-"""The program of the measurements that need all GPUs; torchrun starts its ranks.  Rank 0 writes and prints the rows.
+"""Measures curves, steps or adapters on all ranks that torchrun starts.  Rank 0 writes and prints the rows.
 
     torchrun --standalone --nproc-per-node 8 -m tools.gpu_hour.ranks curves layouts --json FILE
     torchrun --standalone --nproc-per-node 8 -m tools.gpu_hour.ranks speed 8b:64k:one --set parallel.cp=8 --json FILE
@@ -48,8 +48,10 @@ ADAPTER_COLUMNS = [
 
 
 def prepare(options: argparse.Namespace) -> None:
-    """Sets the environment variables of a run on this layout.  All curves of a group run in the same processes, so they
-    share the environment of the curve with the largest tp x cp."""
+    """Sets the environment variables of a run on this layout.
+
+    All curves of a group run in the same processes, with the environment of the curve with the largest tp x cp.
+    """
     world_size = int(os.environ["WORLD_SIZE"])
     if options.subject != "curves":
         configs = [StepCase.read(options.case).config(options.device, also=options.set)]

@@ -156,7 +156,7 @@ def _is_of(process: psutil.Process, out: Path) -> bool:
 
 
 def failure(output: str) -> str:
-    """The line of the output that gives the reason: the last one that names an error, else the last one with a word."""
+    """The line of the output that gives the reason: the last line that names an error, else the last line with text."""
     lines = [re.sub(r"^(\[rank\d+\]: *|E  +)", "", line).strip() for line in before_torchrun(output)]
     lines = [line for line in lines if re.search(r"\w", line) and not line.startswith("$ ")]
     named = [line for line in lines if _ERROR.search(line)]

@@ -1,4 +1,4 @@
-"""Types: a step, the setting that all steps share, the result of a step.  Functions: commands that run a module."""
+"""Defines a step, the setting that all steps share, and the result of a step, and makes commands that run a module."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence

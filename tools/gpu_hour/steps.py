@@ -1,7 +1,6 @@
-"""The steps of the first hour on a GPU machine, in order, with their commands.  A tiny run uses toy sizes.
-docs/numbers/gpu-hour.md describes the steps.
+"""Declares the steps of the first hour on a GPU machine, in order, with their commands and limits.
 
-A new step is declared here with its command and its limit, and its bars in bars.py.
+A tiny run uses toy sizes.  bars.py declares the bars of the steps, and docs/numbers/gpu-hour.md describes the steps.
 """
 
 from collections.abc import Sequence

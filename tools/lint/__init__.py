@@ -1,4 +1,4 @@
-"""Checks that flake8 does not have: words of docs/glossary.md, stale names in prose, and limits of length.
+"""Checks what flake8 does not check: words of docs/glossary.md, stale names in prose, and limits of length.
 
     python -m tools.lint             print every fault with file, line and advice; exit code 1 if there is one
     python -m tools.lint sft/data    print only faults of files whose path begins with sft/data

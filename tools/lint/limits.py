@@ -1,4 +1,4 @@
-"""Limits of length.  Split a function that exceeds its limit into two concepts; do not compress its code."""
+"""Checks limits of length.  A function that exceeds its limit should be split by concepts, not compressed."""
 
 import ast
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """Collects the names in our code, with which the names in prose are compared.
 
-`Names.uses` holds every name that occurs.  A `Scope` holds the names that one module, package or class defines, so that
-a dotted name in prose resolves in the module that it names and in no other.
+`Names.uses` has every name that occurs.  A `Scope` has the names that one module, package or class defines, so that a
+dotted name in prose is looked for only in the module or class that it names.
 """
 
 import ast
@@ -139,7 +139,7 @@ def _fill(scope: Scope, body: Iterable[ast.stmt], *, with_imports: bool) -> None
 
 
 def _variables(tree: ast.AST) -> Iterator[str]:
-    """Names of parameters and variables.  A comment of the module may name their attributes."""
+    """The names of parameters and variables.  Prose of the module may name their attributes."""
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):

@@ -84,8 +84,10 @@ def _exists(root: Path, file: Source, path: str) -> bool:
 
 
 def _resolves(dotted: str, names: Names, file: Source) -> bool:
-    """Whether `dotted` exists.  A name that begins with a variable of the module always resolves, unless the second
-    part looks like a class."""
+    """Whether `dotted` exists.
+
+    A name that begins with a variable of the module always exists, unless its second part looks like a class.
+    """
     first, second, *_ = parts = dotted.split(".")
     is_of_variable = first in names.local.get(file.path, ()) and not second.lstrip("_")[:1].isupper()
     if parts[-1] in _FILE_ENDINGS or dotted in names.uses or is_of_variable or first in names.foreign:

@@ -1,4 +1,4 @@
-"""A file for the checks: its lines, its syntax tree, and its prose."""
+"""Reads a file for the checks: its lines, its syntax tree, and its prose."""
 
 import ast
 import io

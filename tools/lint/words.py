@@ -1,5 +1,6 @@
-"""Finds retired words, and names the words to use instead: one word for one thing, as in docs/glossary.md.  In sft/, it
-also finds docstrings that do not name the thing, and class names that two classes share.
+"""Finds retired words, and names the words of docs/glossary.md to use instead.
+
+In sft/, this module also finds docstrings that do not name the thing, and class names that two classes share.
 
 A retired word is found alone and as a part of a name, in upper and lower case.  Names of files on disk and keys of a
 recipe are allowed (KEPT).  Words in IN_NAMES are retired in names only; prose may use them.

@@ -1,4 +1,4 @@
-"""A training step to measure: a shape, a length, a mix of documents, and the recipe keys that save memory.
+"""Reads a training step to measure: a shape, a length, a mix of documents, and the recipe keys that save memory.
 
     4b:64k:one:selective+offload0.8+tile4k+optim1+lora16
 

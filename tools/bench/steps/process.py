@@ -1,5 +1,6 @@
-"""Options of the benchmarks `step` and `longest`.  Measures a training step in a new process, so that every outcome,
-also a crash, becomes a row.
+"""Measures a training step in a new process, so that even a crash becomes a row.
+
+It also declares the options of the benchmarks `step` and `longest`.
 
 The process is `python -m tools.bench.steps.process CASE RESULT OPTIONS`; RESULT is a file, and OPTIONS is JSON.
 """

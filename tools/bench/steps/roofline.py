@@ -38,8 +38,10 @@ def constants(case: StepCase, kernels: Sequence[str], device: torch.device) -> d
 
 
 def rates(device: torch.device) -> dict[str, float]:
-    """The rates of a large matrix product (FLOP/s), of copies on the device (bytes read + written per second), and of
-    copies between host and device (bytes/s)."""
+    """The rates of a large matrix product, of copies on the device, and of copies between host and device.
+
+    A product has FLOP/s, and a copy bytes/s.  Copies on the device count the bytes that are read and those written.
+    """
     on_cuda = device.type == "cuda"
     n, size = (8192, 1 << 30) if on_cuda else (64, 1 << 16)
     a, b = (torch.randn(n, n, device=device).bfloat16() for _ in range(2))
@@ -58,8 +60,10 @@ def rates(device: torch.device) -> dict[str, float]:
 def attention_rates(
     case: StepCase, device: torch.device, kernels: Sequence[str]
 ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """FLOP/s of kernels on one document of the case's length, forward and backward; the reasons why other kernels
-    cannot run."""
+    """The FLOP/s of kernels, forward and backward, on one document of the case's length.
+
+    Also returns the reasons why other kernels cannot run.
+    """
     model = case.model
     heads = (model.num_attention_heads, model.resolved_query_groups, model.resolved_head_dim)
     pack = ways.Pack.random(np.array([0, case.length], dtype=np.int32), heads, device)
@@ -162,7 +166,10 @@ def with_notes(row: Row) -> Row:
 
 
 def adapters_note(row: Row) -> str:
-    """`trained 16,384 (full 106,880); MiB of gradients 0.1 (full 0.4), of the optimizer 0.1 (full 0.8)`"""
+    """A note such as `trained 16,384 (full 106,880); MiB of gradients 0.1 (full 0.4), of the optimizer 0.1 (full 0.8)`.
+
+    It is empty if the case has no adapters.
+    """
     if "lora" not in row:
         return ""
 

@@ -1,4 +1,4 @@
-"""Steps of the trainer on random tokens, with random weights: recipe, plan, loader and engine are those of sft.
+"""Runs steps of the trainer on random tokens, with random weights; recipe, plan, loader and engine are those of sft.
 
 The second half of every sample is supervised.
 """
@@ -129,10 +129,11 @@ def against_full(
 
 
 def state_of(engine: Engine) -> dict[str, int]:
-    """The number of trained parameters, the bytes of their gradients, and the bytes of the optimizer's states without
-    the model's weights.
+    """The number of trained parameters, and the bytes of their gradients and of the optimizer's states.
 
-    The shape `tiny` with rank 8 in fp32: 16,384 trained, 65,536 bytes of gradients, 131,072 bytes of optimizer states
+    The weights of the model do not count as optimizer states, even if the optimizer uses them.
+    Example: shape `tiny` with rank 8 in fp32 has 16,384 trained parameters, 65,536 bytes of gradients, and 131,072
+    bytes of optimizer states.
     """
     params = [param for chunk in engine.chunks for param in chunk.parameters()]
     buffers = [buffer for chunk in engine.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]

@@ -1,4 +1,4 @@
-"""Steps of plain transformers on one document, in code that a user would write without a trainer.
+"""Runs steps of plain transformers on one document, in code that a user would write without a trainer.
 
 It uses scaled_dot_product_attention, fp32 weights under bf16 autocast, gradient checkpointing, fused AdamW and full
 logits.

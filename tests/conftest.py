@@ -1,5 +1,4 @@
-"""Settings of every test: pools of ranks that live as long as the pytest session, and the tests that `make test` leaves
-out."""
+"""Makes pools of ranks that live as long as the pytest session, and deselects the tests that `make test` leaves out."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Covering sets: a few cases in which every pair of values of any two dimensions occurs.
+"""Computes covering sets: a few cases in which every pair of values of any two dimensions occurs.
 
 A fault of a layout usually needs one setting or a combination of two settings (tp with sequence parallel, virtual
 stages with recompute), hardly ever of three.  So a test runs a covering set instead of the whole grid.  The set is

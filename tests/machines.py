@@ -1,4 +1,4 @@
-"""Two machines simulated on this one: two network namespaces joined by a cable, each with a hostname and a hosts file.
+"""Simulates two machines on this one: two network namespaces joined by a cable, each with a hostname and a hosts file.
 
 As on Debian and Ubuntu, each machine resolves its own hostname to 127.0.1.1, and the other's to an address.
 """

@@ -137,7 +137,7 @@ def experts(config: Config, tokens: float) -> float:
 
 
 def gradients(config: Config, layout: Layout) -> Iterator[Traffic]:
-    """The traffic of the distributed optimizer in a step: reduce-scatters of fp32 gradients, gathers of bf16 weights."""
+    """The traffic of the distributed optimizer in a step: it reduce-scatters fp32 gradients and gathers weights."""
     weights = stage_parameters(Stage.of(config, layout, config.model.vocab_size or 0, 0, Trained())).all
     copies = layout.cp * layout.dp
     if copies > 1:

@@ -1,4 +1,4 @@
-"""Bytes of the storages of weights, gradients and optimizer states, which exist before and after a step."""
+"""Counts the bytes of the storages of weights, gradients and optimizer states, which exist before and after a step."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""H: if a rank hangs, the run names it and its activity, and ends in bounded time."""
+"""Rows H of the fault matrix: if a rank hangs, the run names it and its activity, and ends in bounded time."""
 
 import signal
 

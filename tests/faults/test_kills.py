@@ -1,4 +1,4 @@
-"""P: processes that die, one or all, at any instant."""
+"""Rows P of the fault matrix: processes that die, one or all, at any instant."""
 
 import random
 import signal

@@ -1,4 +1,4 @@
-"""L, X: damage to the checkpoints from which a run is to resume, and two runs in one folder."""
+"""Rows L and X of the fault matrix: damaged checkpoints from which a run is to resume, and two runs in one folder."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""N, T: non-finite steps, and runs that continue on other layouts: the curve stays the same."""
+"""Rows N and T of the fault matrix: after non-finite steps, and on other layouts, the curve stays the same."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""O: outputs of a run that cannot be written; and wrong clocks."""
+"""Rows O of the fault matrix: outputs of a run that cannot be written, and wrong clocks."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""S: faults during a save.  At every instant there is a whole checkpoint, and the run resumes from it."""
+"""Rows S of the fault matrix: at every instant of a save there is a whole checkpoint, and the run resumes from it."""
 
 import subprocess
 import sys

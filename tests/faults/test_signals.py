@@ -1,4 +1,7 @@
-"""G: a run that is asked to stop: all ranks save once, after the same step, and the same command continues the run."""
+"""Rows G of the fault matrix: if a run is asked to stop, all ranks save once, after the same step.
+
+The same command then continues the run.
+"""
 
 import itertools
 import os

@@ -1,11 +1,12 @@
-"""Checkpoints that earlier versions of this trainer wrote, each in a folder that no later change may touch.
+"""Keeps checkpoints that earlier versions of this trainer wrote, each in a folder that no later change may touch.
 
     NAME/chat.jsonl        the data
-    NAME/model/            the Hugging Face folder whose weights the run trained, or froze for LoRA; not in all
-    NAME/checkpoints/      what the run left after step 3
-    NAME/expected.json     the overrides of the recipe, and what the steps 4 to 6 were when it went on at once
+    NAME/model/            the Hugging Face folder whose weights the run trained, or froze for LoRA; some have none
+    NAME/checkpoints/      the checkpoints that the run had after step 3
+    NAME/expected.json     the overrides of the recipe, and the losses of steps 4 to 6 without a restart
 
-A change of what is stored adds a folder: `python -m tests.golden NAME`, with the settings that it is about.
+A change of the content of checkpoints adds a folder: `python -m tests.golden NAME SETTINGS`, with the settings that the
+change affects.
 `tests/ranks/test_golden.py` resumes each one.
 """
 

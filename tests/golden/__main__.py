@@ -1,4 +1,4 @@
-"""Write a golden checkpoint of two ranks under a name that must not exist yet, with the settings that it is about:
+"""Writes a golden checkpoint of two ranks, with the given settings, under a name that must not exist yet:
 
 python -m tests.golden 2-dense-fp32 parallel.cp=2 parallel.distributed_optimizer=true
 

@@ -1,4 +1,4 @@
-"""Tests that need a GPU: `make test-gpu`, or `python -m pytest tests/gpu` with what that Python has."""
+"""Skips tests that need a GPU on machines without one.  Run them by `make test-gpu` or `python -m pytest tests/gpu`."""
 
 import pytest
 import torch

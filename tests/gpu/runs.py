@@ -1,4 +1,4 @@
-"""Engines on a GPU, and their losses."""
+"""Makes engines on a GPU, and computes their losses."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

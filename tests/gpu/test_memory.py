@@ -1,4 +1,4 @@
-"""What layers keep on a GPU, host memory, and what an end for want of memory leaves behind."""
+"""The memory that layers keep on a GPU and in host memory, and runs that end because memory is exhausted."""
 
 import gc
 import pickle

@@ -1,4 +1,4 @@
-"""Which kinds of kernels a change can break, by the files that it touches.  Needs nothing but git.
+"""Prints which kinds of kernels a change can break, by the files that it touches.  Needs only git.
 
 python -m tests.kernels.changed      prints the kinds; nothing if the change touches no kernel
 """

@@ -1,4 +1,4 @@
-"""Which kernels the families and the recipes need: one configuration for each compiled variant of a kernel.
+"""Lists the kernels that the families and the recipes need: one configuration for each compiled variant of a kernel.
 
 The list comes from the functions by which a run chooses its kernels.  A layer without a window has one configuration
 more: in packs with trees, branches attend to tokens of their parents in calls without a mask (parent_keys.py).  The

@@ -1,4 +1,4 @@
-"""What a compiled kernel takes of a GPU: registers, spilled bytes and shared memory, as cuobjdump reads them.
+"""Reads the resources of a compiled kernel with cuobjdump: registers, spilled bytes and shared memory.
 
 The program comes with Triton.  Triton's own fields for registers and spills stay empty without a GPU.
 """

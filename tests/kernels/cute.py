@@ -1,4 +1,4 @@
-"""Reads what a launch adds to a kernel in CuTe DSL: its dynamic shared memory, which the binary does not name.
+"""Reads the dynamic shared memory of a kernel in CuTe DSL, which its binary does not name.
 
 The compiler lowers the code that launches a kernel, too.  There, the last constant that is stored as a 64-bit number
 of a possible size is the dynamic shared memory of the launch.

@@ -1,4 +1,4 @@
-"""Chooses what a change compiles: a few configurations of each kind that it touches, as long as there is time.
+"""Chooses the configurations that a change compiles: a few of each kind that it touches, as long as there is time.
 
 Another commit gets other configurations, so that a row of commits compiles them all.
 """

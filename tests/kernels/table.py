@@ -1,4 +1,4 @@
-"""The results of compilations, as lines of a terminal and as docs/numbers/kernels.md."""
+"""Prints the results of compilations, as lines of a terminal and as docs/numbers/kernels.md."""
 
 import datetime
 import json

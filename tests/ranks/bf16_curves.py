@@ -1,4 +1,4 @@
-"""What optim.grad_dtype = bf16 costs in accuracy: curves of a small model in bf16 on four ranks over gloo.
+"""Measures the error of optim.grad_dtype = bf16: curves of a small model in bf16 on four ranks over gloo.
 
     python -m tests.ranks.bf16_curves 200
 

@@ -1,5 +1,4 @@
-"""A model and its optimizer are written by Megatron-LM and by us, each checkpoint is read by the other side, and
-compared."""
+"""Writes checkpoints with Megatron-LM and with sft, reads each with the other program, and compares the tensors."""
 
 import hashlib
 from collections.abc import Iterator

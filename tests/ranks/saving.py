@@ -1,4 +1,4 @@
-"""A saver on ranks, without a complete run."""
+"""Saves checkpoints on ranks, without a complete run."""
 
 import io
 import os

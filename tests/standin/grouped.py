@@ -1,5 +1,5 @@
-"""Runs Transformer Engine's grouped layers of experts with adapters on the stand-in, forward and backward, and prints
-what has gradients.  Numbers of rows are given, because on the stand-in no kernel counts them.
+"""Runs Transformer Engine's grouped layers of experts with adapters on the stand-in, and prints which tensors have
+gradients.  The numbers of rows are arguments, because no kernel of the stand-in counts them.
 
 python -m tests.standin.grouped run.fp8=delayed
 """

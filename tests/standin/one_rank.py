@@ -1,4 +1,4 @@
-"""One rank of any layout, in one process on the stand-in: groups have all ranks, and collectives do nothing.
+"""Simulates one rank of any layout, in one process on the stand-in: groups have all ranks, collectives do nothing.
 
 Kernels of the stand-in compute nothing either, so messages would change nothing that a rank allocates.  What other
 ranks or kernels would answer is given here: what ranks gather as objects, that a step had supervised tokens and finite

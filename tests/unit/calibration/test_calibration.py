@@ -1,5 +1,7 @@
-"""Constants that a calibration computes from measured seconds; expected values by hand.
-tests/ranks/test_calibration.py measures."""
+"""Constants that a calibration computes from given seconds, compared with values by hand.
+
+tests/ranks/test_calibration.py tests the measurements.
+"""
 
 from dataclasses import replace
 from pathlib import Path

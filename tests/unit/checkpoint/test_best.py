@@ -1,5 +1,4 @@
-"""The values with which a best value is compared, metrics in older checkpoints, the record of an evaluation, and an
-origin that moves."""
+"""The best checkpoint by a metric: checkpoints of older versions, records of evaluations, an origin that moves."""
 
 import io
 from dataclasses import asdict, replace

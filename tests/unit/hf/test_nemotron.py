@@ -1,4 +1,4 @@
-"""Nemotron-H: the kinds of its layers in config.json, what a silent file means, and sizes of released models."""
+"""Nemotron-H: the kinds of its layers in config.json, the defaults of absent keys, and sizes of released models."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The limit of Transformer Engine's fused rotary kernel, and the code that rotates longer packs."""
+"""The longest pack that Transformer Engine's fused rotary kernel can rotate, and the code that rotates longer packs."""
 
 import sys
 import types

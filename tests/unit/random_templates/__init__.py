@@ -1,7 +1,7 @@
-"""Random chat templates and chats, with text and mask computed by Python alone: `case(seed)`.
+"""Makes random chat templates and chats, with text and mask computed by Python alone: `case(seed)`.
 
-Decides the correct rendering without Jinja: every piece of a template has two forms, Jinja text and a Python function
-that returns the same text; the mask follows from the layout of a turn:
+Every piece of a template has two forms: Jinja text, and a Python function that returns the same text.  So the correct
+rendering is known without Jinja.  The mask follows from the layout of a turn:
 
     header (0)  reasoning, content, calls (1)  end token (1)  newline (0)
 

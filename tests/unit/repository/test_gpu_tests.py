@@ -1,4 +1,4 @@
-"""The tests of GPUs run on a CPU: no GPU will be the first to see that one of them is broken.
+"""The tests of GPUs run on a CPU with replaced kernels, so that a broken test is found before it runs on a GPU.
 
 The others, which count memory and waits of a GPU, run on the stand-in (tests/standin/test_runs.py).
 """

@@ -1,5 +1,4 @@
-"""A start that is refused before it takes the folder: run_state.json records it, so no script starts the run for
-ever."""
+"""A start that is refused before it locks the run folder: run_state.json records it, so scripts do not repeat it."""
 
 import json
 from pathlib import Path

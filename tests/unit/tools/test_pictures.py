@@ -1,5 +1,7 @@
-"""A tool makes every picture of the site: `make pages` runs it, or the pages with the picture name it.  And the content
-of the pictures."""
+"""Every picture of the site is made by a tool: `make pages` runs it, or the pages with the picture name it.
+
+Some tests check the content of pictures.
+"""
 
 import re
 from pathlib import Path

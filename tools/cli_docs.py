@@ -6,8 +6,8 @@ A section of cli.md is one command: its usage, arguments, options, and the exit 
 import argparse
 import inspect
 import re
-import textwrap
 from collections.abc import Iterator
+from typing import Any
 
 from sft import cli, errors
 from tools import page_text
@@ -69,16 +69,30 @@ def _commands(
 def _section(name: str, about: str, parser: argparse.ArgumentParser) -> Iterator[str]:
     yield f"## sft {name}\n"
     yield from page_text.folded(f"{about[:1].upper()}{about[1:]}" + ("" if about.endswith("?") else "."))
-    usage = re.sub(r"\s+", " ", parser.format_usage().removeprefix("usage: ")).replace("[-h] ", "")
-    yield "\n```text"
-    yield from textwrap.wrap(usage, 110, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
-    yield "```\n"
+    yield f"\n```text\n{_usage(name, parser)}\n```\n"
     for action in parser._actions:
         if action.dest not in ("help", *_OVERRIDES):
             yield from page_text.folded(f"- {_named(action)}: {_about(action)}")
     if name in EXIT_CODES:
         yield from page_text.folded(f"- exit code: {EXIT_CODES[name]}")
     yield ""
+
+
+def _usage(name: str, parser: argparse.ArgumentParser) -> str:
+    """`sft train [OPTIONS] RECIPE [KEY=VALUE ...]`; only options that a command needs are named."""
+    actions = [action for action in parser._actions if action.dest != "help"]
+    words = ["sft", name]
+    if any(action.option_strings and not action.required for action in actions):
+        words.append("[OPTIONS]")
+    words += [f"{action.option_strings[0]} {action.metavar}" for action in actions if _is_needed_option(action)]
+    formats: dict[Any, str] = {None: "{0}", "?": "[{0}]", "*": "[{0} ...]", "+": "{0} [{0} ...]"}
+    positionals = [action for action in actions if not action.option_strings]
+    words += [formats[action.nargs].format(action.metavar or action.dest.upper()) for action in positionals]
+    return " ".join(words)
+
+
+def _is_needed_option(action: argparse.Action) -> bool:
+    return bool(action.option_strings) and action.required
 
 
 def _named(action: argparse.Action) -> str:

@@ -33,7 +33,8 @@ GPU. YaRN by a large factor is only a start: look at the loss by position. For o
 `sft plan --model RECIPE --gpus N --gpu h200 --lengths data --write FILE`. `python -m tools.plan_recipes` writes all of
 them again.
 
-"weights" and "gradients" are `parallel.shard`, "offload" `train.offload_fraction`, "tile" `train.mlp_tile`, "chunks"
+A name ends with the number of nodes (`_4n`); recipes with `lora` train adapters, the others all weights. "weights"
+and "gradients" are `parallel.shard`, "offload" `train.offload_fraction`, "tile" `train.mlp_tile`, "chunks"
 `train.head_chunks`, and "optim" `optim.offload_fraction`.
 """
 
@@ -61,16 +62,13 @@ def _by_hand(paths: list[Path]) -> Iterator[str]:
 
 
 def _by_planner(paths: list[Path]) -> Iterator[str]:
-    yield "| recipe | trains | nodes | layout and savings | GiB | host GiB | s/step | tokens | MFU |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+    yield "| recipe | layout and savings | GiB | host GiB | s/step | tokens | MFU |"
+    yield "|---|---|---|---|---|---|---|"
     for path in paths:
         lines, keys = header(path), yaml.safe_load(path.read_text(encoding="utf-8"))
         expected = lines["Expected"]
-        nodes = re.search(r"--nnodes (\d+)", lines["Launch"])
         cells = [
             f"[{path.stem}]",
-            "LoRA" if "lora" in keys else "all",
-            nodes[1] if nodes else "1",
             _layout(keys),
             *(_number(pattern, expected) for pattern in (r"measured: (\d+) of", r"and ([\d,]+) GiB of each host")),
             *(_number(pattern, expected) for pattern in (r"a step ([\d.,]+) s", r"([\d,]+) tokens/s", r"(\d+%) MFU")),

@@ -83,11 +83,13 @@ def _kib(size: int) -> str:
 
 
 def _attention(results: Sequence[Result]) -> Iterator[str]:
-    """One line for each kind of layers, without the number of heads; pairs are forward / backward, of the kernel that
-    takes most.  Layers that take the same share a line, which has the longest compilations."""
-    yield "| kernel | layers | query heads of a key head | GPU | seconds | registers | spilled | shared KiB |"
-    yield "|---|---|---|---|---|---|---|---|"
+    """A line for each kind of layers whose kernel spills, without the number of heads, and a list of all others.
+
+    Pairs are forward / backward, of the kernel that takes most.  Layers that take the same share a line, which has the
+    longest compilations.
+    """
     groups: dict[tuple[str, ...], list[tuple[int, list[float]]]] = defaultdict(list)
+    others: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
     for result in results:
         of_pass = [[x for x in result.found if x.step == step] for step in _PASSES]
         used = (
@@ -96,22 +98,37 @@ def _attention(results: Sequence[Result]) -> Iterator[str]:
         )
         heads = _HEADS.search(result.text)
         layers = _HEADS.sub("", result.text)
-        seconds = [sum(x.seconds for x in found) for found in of_pass]
-        groups[result.kind, layers, result.architecture, *used].append((int(heads[1]) if heads else 0, seconds))
-    for (kernel, layers, architecture, *used), rows in groups.items():
+        if any(x.usage.spilled for x in result.found):
+            seconds = [sum(x.seconds for x in found) for found in of_pass]
+            groups[result.kind, layers, result.architecture, *used].append((int(heads[1]) if heads else 0, seconds))
+        else:
+            others[result.kind, result.architecture][layers] = None
+    yield "| kernel | layers | query heads of a key head | GPU | seconds | registers | spilled | shared KiB |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for (kernel, layers, architecture, *cells), rows in groups.items():
         shared = ", ".join(str(number) for number in sorted({number for number, _ in rows}) if number)
         longest = " / ".join(f"{max(times):.0f}" for times in zip(*(times for _, times in rows), strict=True))
-        yield f"| {kernel} | {layers} | {shared} | {architecture} | {longest} | {' | '.join(used)} |"
+        yield f"| {kernel} | {layers} | {shared} | {architecture} | {longest} | {' | '.join(cells)} |"
+    yield ""
+    yield "These spill nothing:"
+    yield ""
+    for (kernel, architecture), names in others.items():
+        yield from page_text.folded(f"- {kernel}, {architecture}: {'; '.join(names)}")
 
 
 def _triton(results: Sequence[Result]) -> Iterator[str]:
-    """One line for each kernel: the least and the most over the configurations and passes in which it runs."""
+    """A line for each kernel that spills, with the least and the most over the configurations and passes in which it
+    runs, and a list of all others."""
     yield "| kernel | GPU | variants | seconds | registers | spilled | shared KiB |"
     yield "|---|---|---|---|---|---|---|"
+    others: dict[str, dict[str, None]] = defaultdict(dict)
     for architecture in dict.fromkeys(result.architecture for result in results):
         found = [x for result in results if result.architecture == architecture for x in result.found]
         for name in sorted({x.kernel for x in found}):
             rows = [x for x in found if x.kernel == name]
+            if not any(x.usage.spilled for x in rows):
+                others[name][architecture] = None
+                continue
             cells = (
                 str(sum(x.variants for x in rows)),
                 f"{sum(x.seconds for x in rows):.0f}",
@@ -120,6 +137,14 @@ def _triton(results: Sequence[Result]) -> Iterator[str]:
                 _range([x.usage.shared for x in rows], _kib),
             )
             yield f"| `{name}` | {architecture} | {' | '.join(cells)} |"
+    yield ""
+    yield "These spill nothing:"
+    yield ""
+    alike: dict[str, list[str]] = defaultdict(list)
+    for name, architectures in others.items():
+        alike[", ".join(architectures)].append(f"`{name}`")
+    for text, names in alike.items():
+        yield from page_text.folded(f"- {text}: {', '.join(names)}")
 
 
 def _range(values: Sequence[int], shown: Any) -> str:

@@ -261,9 +261,13 @@ def test_the_page_names_failures_refusals_and_what_pinned_packages_change(
     order = {good[:3]: "", bad[:3]: "", refused[:3]: "it has heads of up to 192", (LOSS, "all", "sm_90a"): ""}
     again = good._replace(found=[_compiled("fwd", 16), found[1]])
     fewer = good._replace(text="64/64, 2 heads a key, window", found=[found[0]._replace(seconds=3.0), found[1]])
-    order[fewer[:3]] = ""
+    calm, loss = (
+        good._replace(text="32/32, 1 heads a key", found=[_compiled("fwd", 0), _compiled("bwd", 0, "backward")]),
+        Result(LOSS, "all", "sm_90a", [_compiled("k", 0), _compiled("wide", 8)], "", 0.0),
+    )
+    order |= {fewer[:3]: "", calm[:3]: ""}
     table.write(
-        Stored("triton 1", [good, fewer, bad, refused, good._replace(text="gone")]),
+        Stored("triton 1", [good, fewer, bad, refused, calm, loss, good._replace(text="gone")]),
         Stored("triton 0", [again]),
         order,
         ["- sm_100a, 256/256: plain torch"],
@@ -271,11 +275,14 @@ def test_the_page_names_failures_refusals_and_what_pinned_packages_change(
     )
     text = page.read_text()
     for line in (
-        "2026-01-02: triton 1. 4 of 5 compilations, 2 minutes of one core, 1 failed.",
+        "2026-01-02: triton 1. 6 of 6 compilations, 3 minutes of one core, 1 failed.",
         "| FlashAttention-4 | 64/64, window | 2, 8 | sm_90a | 3 / 2 | 168 / 168 | 8 / 0 | 1 / 1 |",
+        "- FlashAttention-4, sm_90a: 32/32",
+        "| `wide` | sm_90a | 1 | 2 | 168 | 8 | 1 |",
+        "- sm_90a: `k`",
         "- sm_100a, 256/256: plain torch",
         "- FlashAttention-4, 512/512, sm_100a: it has heads of up to 192. The package says: `too wide`",
-        "2026-01-02: triton 0. 1 of 4 compilations, 0 minutes of one core, 0 failed.",
+        "2026-01-02: triton 0. 1 of 5 compilations, 0 minutes of one core, 0 failed.",
         "- FlashAttention-4, 64/64, 8 heads a key, window, sm_90a, forward: 168 registers, 16 bytes spilled, "
         "1 KiB shared;\n  above 168 registers, 8 bytes spilled, 1 KiB shared",
         "- sm_90a  ffpa-attn, 512/512: FAILED: broke, 30 s",

@@ -179,14 +179,15 @@ class Microbatch:
     cu_seqlens: "torch.Tensor"  # int32 [num_documents + 1], padded boundaries, filler documents included
     max_seqlen: int  # length of the longest padded document, with the tokens before a branch
     lengths: np.ndarray  # int32 [num_documents], real lengths; 0 marks a filler document
-    supervised: np.ndarray  # int32 [num_documents], supervised labels; a sample's first document has those of all
+    supervised: np.ndarray  # int32 [num_documents], supervised labels; those of a tree count at its first document
     sources: np.ndarray  # int32 [num_documents], index of each document's source
     num_documents: int  # number of samples: documents and trees, without filler documents
     num_real_tokens: int  # number of tokens of samples
     num_aligned_tokens: int  # real tokens and the padding inside documents
     num_tokens: int  # number of supervised labels
     sample_ids: tuple[int, ...]
-    # None in a pack without trees.  The first three are those of the pack; counts and rows of targets are local.
+    # None in a pack without trees.  `branches`, `firsts` and `texts` describe the whole pack, `label_counts` and
+    # `further` this rank's tokens.
     branches: Branches | None = None
     firsts: np.ndarray | None = None
     texts: np.ndarray | None = None

@@ -56,7 +56,7 @@ def page(before: str) -> str:
 def _commands(
     parser: argparse.ArgumentParser, name: str = "", about: str = ""
 ) -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
-    """(name, description in `sft --help`, parser) of each command without subcommands, in order."""
+    """The name, the description in `sft --help` and the parser of each command without subcommands, in order."""
     groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     if not groups:
         yield name, about, parser

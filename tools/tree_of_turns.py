@@ -110,7 +110,7 @@ def rank_part(session: Session, mb: Microbatch, cp_rank: int) -> str:
 
 
 def hidden_states(engine: Engine, mb: Microbatch) -> torch.Tensor:
-    """[t, hidden]: the output of the last layer."""
+    """The output of the last layer, [t, hidden]."""
     outputs: list[torch.Tensor] = []
     layer = engine.chunks[0].module.decoder.layers[-1]
     hook = layer.register_forward_hook(lambda _, __, out: outputs.append(out[0].detach().squeeze(1).clone()))

@@ -42,7 +42,7 @@ def override_words(overrides: Mapping[str, Any] | Sequence[str]) -> list[str]:
 
 
 def _plain(key: str, value: Any) -> Any:
-    """`value` in the types of YAML.  Raises ConfigError if it has another type."""
+    """Converts `value` to the types of YAML.  Raises ConfigError if it has another type."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, list | tuple):

@@ -36,7 +36,7 @@ def write(checkpoint: Path, state: TrainState) -> None:
 
 
 def added(checkpoint: Path, state: TrainState) -> TrainState:
-    """`state` with the result of the held-out pass that is recorded in `checkpoint`.
+    """Returns `state` with the result of the held-out pass that is recorded in `checkpoint`.
 
     A record that is missing, damaged, or about another checkpoint adds nothing.  The run then makes the pass again,
     with the same result.

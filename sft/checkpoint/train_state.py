@@ -145,7 +145,7 @@ def changes(
 
 
 def model_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """{changed key that describes the model: a text with its old and its new value}
+    """The changed keys that describe the model, each with a text that names the old and the new value.
 
     before: the Conditions in the checkpoint, as a dictionary; now: the value of each key of the recipe
     """
@@ -165,7 +165,7 @@ def tokenizer_name(before: Mapping[str, Any]) -> str:
 
 
 def _with_defaults(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """`before` with current names of keys.
+    """Replaces old names of keys in `before` by current names.
 
     A key of `now` that the checkpoint does not have gets its value in `_BEFORE`, or else its default.
     """
@@ -194,7 +194,7 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
 
 
 def _plain(value: Any) -> Any:
-    """`value` in a form in which equal settings are equal.
+    """Converts `value` to a form in which equal settings are equal.
 
     Tuples become lists, an empty list becomes None, and keys with the value None, which older versions do not write,
     are left out.

@@ -154,7 +154,7 @@ def _in_words(kind: Any, bounds: Sequence[Any], *, alone: bool = False) -> str:
             words = "one of " + ", ".join(choices) if len(choices) > 1 else choices[0]
         case origin if origin is list:
             ((kind, inner),) = _alternatives(*get_args(kind))
-            noun = ("path" if inner else "name") if kind is str else ""  # section.Path has bounds
+            noun = ("path" if inner else "name") if kind is str else ""  # the type Path of section.py has bounds
             item = f"a {noun}" if noun else _in_words(kind, inner)
             several = f"a list of {noun}s" if noun else "a list of such" if alone else f"a list, each {item}"
             return (f"{item} or " if alone else "") + several + (", not empty" if bounds else "")

@@ -210,7 +210,7 @@ def why_not(name: str, value: object, release: str | None) -> str | None:
         supported = " or ".join(VERSIONS)
         return f"was never tried with megatron-core {release}, which is installed; leave it out, or use {supported}"
     if name in ALLOWED:
-        is_listed = any(value is listed for listed in ALLOWED[name].values)  # 1 == True, but core may compare by `is`
+        is_listed = any(value is listed for listed in ALLOWED[name].values)  # `==` would accept 1 for True
         return None if is_listed else f"; expected {in_words(ALLOWED[name])}"
     settable = ", ".join(f"{field} ({in_words(entry)})" for field, entry in ALLOWED.items())
     instead = f"leave it out.  Fields that can be set: {settable}"

@@ -7,7 +7,7 @@ from pydantic import PositiveFloat
 
 from sft.config.section import Positive, Section, divisors
 
-Shard = Literal["optimizer", "gradients", "weights"]  # the more a value shards, the later it stands
+Shard = Literal["optimizer", "gradients", "weights"]  # by rising amount of sharding
 
 
 class ParallelConfig(Section):

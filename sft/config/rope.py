@@ -90,7 +90,7 @@ class RopeConfig(Section):
             yield "interleaved", "is not supported with scaling = proportional; use false"
         if self.scaling != "yarn" and not self.truncate:
             yield "truncate", "= false has no effect without scaling = yarn"
-        if self.scaling == "yarn" and self.beta_fast < self.beta_slow:  # equal in Kimi-K2: no ramp between
+        if self.scaling == "yarn" and self.beta_fast < self.beta_slow:  # Kimi-K2 has equal values
             yield "beta_fast", f"must not be below beta_slow = {self.beta_slow}"
         if self.mscale_all_dim is not None and self.scaling != "yarn":
             yield "mscale_all_dim", "has no effect without scaling = yarn"

@@ -10,7 +10,7 @@ from sft.config.section import Fraction, NonNegative, Positive, Section
 
 FP32 = 4  # bytes of an element
 BF16 = 2
-Recompute = Literal["none", "selective", "attention_kept", "full"]  # the more a value recomputes, the later it stands
+Recompute = Literal["none", "selective", "attention_kept", "full"]  # by rising recomputation
 MtpMode = Literal["off", "detached", "joint"]
 
 

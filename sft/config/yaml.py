@@ -121,7 +121,7 @@ def scalar(text: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """`value` with dicts in place of Pairs, at every depth."""
+    """Replaces Pairs by dicts, at every depth of `value`."""
     if isinstance(value, Pairs):
         return {name: plain(child) for name, _, child in value}
     return [plain(child) for child in value] if isinstance(value, list) else value

@@ -79,7 +79,7 @@ class HeldOutData:
         self.held_out = {name: self._loader(files, tokenizer, is_held_out=True) for name, files in sets}
 
     def held_out_facts(self) -> dict[str, tuple[str, int]]:
-        """{name of a held-out set: (digest of its corpus, number of its samples)}"""
+        """The digest of the corpus and the number of samples of each held-out set, by name."""
         return {name: (loader.corpus.digest, len(loader.corpus)) for name, loader in self.held_out.items()}
 
     def _loader(

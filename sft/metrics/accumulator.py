@@ -31,7 +31,7 @@ class SupervisedTokens:
     correct: np.ndarray  # above 0 if no token has a larger score than the label
     num_rows: int  # tokens whose scores were computed; in trees, one token may have the labels of several texts
     mtp_nll: float = 0.0  # sum of -log p over the tokens that multi-token prediction predicts
-    num_mtp_tokens: int = 0  # number of these tokens
+    num_mtp_tokens: int = 0  # number of tokens that multi-token prediction predicts
     buckets: Mapping[str, np.ndarray]  # {name of a breakdown: the bucket of each token} (`Accumulator.buckets`)
 
 

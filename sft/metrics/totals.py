@@ -91,7 +91,7 @@ def quantity(*declared: Any, **options: Any) -> Any:
 
 
 def quantities(of: type["Totals"]) -> dict[str, Quantity]:
-    """{field: its quantity} in the order of the fields.  Raises TypeError if a field has no quantity."""
+    """The quantity of each field, in the order of the fields.  Raises TypeError if a field has no quantity."""
     declared = {}
     for declared_field in fields(of):
         if "quantity" not in declared_field.metadata:
@@ -178,7 +178,7 @@ class ExpertLoad:
 
     @property
     def imbalance(self) -> np.ndarray:
-        """[layers]: tokens of the expert with most tokens, divided by the mean of all experts; 0 without tokens."""
+        """For each layer, the tokens of the expert with most tokens / the mean of all experts; 0 without tokens."""
         return self.chosen.max(axis=1) / np.maximum(self.chosen.mean(axis=1), 1.0 / self.chosen.shape[1])
 
     @property

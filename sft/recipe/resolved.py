@@ -93,5 +93,5 @@ def _yaml(recipe: Recipe, header: str, keys: Mapping[str, Any]) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` with a question mark for each line break and each other character that cannot be printed."""
+    """Replaces each line break, and each other character that cannot be printed, by a question mark."""
     return "".join(c if c.isprintable() else "?" for c in text)

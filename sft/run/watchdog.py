@@ -51,7 +51,7 @@ class Watchdog:
         self._path = folder / "stacks" / f"rank_{rank:05d}.txt"
         self._on_hang, self._leave = on_hang, leave
         self._pid = os.getpid()
-        self._name = ""  # of the phase
+        self._name = ""  # name of the phase
         self._phase: tuple[str, float] | None = None  # name and start time of the current phase, or part of it
         self._file: TextIO | None = None
         self._is_over = threading.Event()

@@ -69,7 +69,7 @@ class Took(NamedTuple):
 
 
 def sizes_for(num_parameters: float) -> tuple[int, int]:
-    """(layers, hidden size) of a model with about this many parameters, and about one layer per 64 of hidden size."""
+    """The number of layers and the hidden size of a model with about this many parameters, and layers = hidden / 64."""
     hidden = HEAD
     while VOCAB * hidden + 13 * hidden**2 * (hidden // HEAD) < num_parameters:
         hidden += HEAD

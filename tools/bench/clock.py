@@ -111,7 +111,7 @@ def growth(work: Callable[[], object]) -> tuple[float, int]:
 
 
 def memory() -> tuple[int, int]:
-    """(current, peak) memory of this process in bytes.  getrusage would include the peak of the parent process."""
+    """The current and the peak memory of this process in bytes.  getrusage would include the parent's peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     values = dict(line.split(":") for line in lines if line.startswith("Vm"))
     return int(values["VmRSS"].split()[0]) << 10, int(values["VmHWM"].split()[0]) << 10

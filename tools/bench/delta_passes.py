@@ -36,7 +36,7 @@ PASSES = ("forward", "backward")
 
 
 def read_case(text: str) -> tuple[int, int]:
-    """`64k:8` -> (65536, 8).  Raises ValueError."""
+    """Reads a case: `64k:8` -> (65536, 8).  Raises ValueError."""
     length, _, cp = text.partition(":")
     if not cp.isdigit() or read_length(length) % (2 * int(cp)):
         raise ValueError(f"{text} is not LENGTH:CP with a length that 2 x CP divides")

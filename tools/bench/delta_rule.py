@@ -62,7 +62,7 @@ def by_transformers(boundaries: Sequence[int], inputs: Inputs) -> Tensor:
 
 
 def ways_of(boundaries: Sequence[int], options: argparse.Namespace) -> dict[str, Way]:
-    """Name -> implementation on a pack with these boundaries.  The baseline comes first."""
+    """The implementations for a pack with these boundaries, by name.  The baseline comes first."""
     kernels: dict[str, Callable[[], DeltaKernel]] = {
         "torch": TorchDeltaKernel,
         "fla": lambda: FlaKernel(fla_functions.functions()),

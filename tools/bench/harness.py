@@ -85,7 +85,7 @@ class Bar:
         return "not measured" if self.value is None else "MISSED" if self.is_missed else "met"
 
     def __str__(self) -> str:
-        """`met           1.7b at 64K, share of the roofline: 0.91, at least 0.85`"""
+        """A line such as `met           1.7b at 64K, share of the roofline: 0.91, at least 0.85`."""
         measured = "" if self.value is None else f": {number(self.value)}, {self.relation} {number(self.bound)}"
         return f"{self.verdict:<14}{self.name}{measured}"
 

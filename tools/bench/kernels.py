@@ -97,7 +97,7 @@ Attend = Callable[[Inputs], Tensor]
 
 
 def read_case(text: str) -> tuple[str, int | None]:
-    """`64:2k` -> ("64", 2048), `64:one` -> ("64", None).  Raises ValueError."""
+    """Reads a case: `64:2k` -> ("64", 2048), `64:one` -> ("64", None).  Raises ValueError."""
     name, _, documents = text.lower().partition(":")
     if name not in LAYERS or not documents:
         raise ValueError(f"{text} is not LAYER:DOCUMENTS with one of {', '.join(LAYERS)}, and one or a length")

@@ -70,7 +70,7 @@ def read_length(text: str) -> int:
 
 
 def read_length_and_mix(case: str) -> tuple[int, str]:
-    """`64k:chat` -> (65536, "chat").  Raises ValueError."""
+    """Reads a case: `64k:chat` -> (65536, "chat").  Raises ValueError."""
     length, mix = case.split(":")
     if mix not in MIXES:
         raise ValueError(f"{case}: {mix} is not one of {', '.join(MIXES)}")

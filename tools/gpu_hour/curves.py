@@ -144,12 +144,15 @@ def overrides(curve: str) -> list[str]:
 
 
 def kind_of(case: str) -> str:
-    """`kind=latent cp=2` -> "latent"; "" for a dense model"""
+    """The kind of a curve: `kind=latent cp=2` -> "latent"; "" for the dense model of RECIPE"""
     return case.partition("kind=")[2].partition(" ")[0]
 
 
 def limit_s(group: str) -> int:
-    """The limit of a step that computes curves of several kinds of models: the kinds, and FLA's kernels, compile."""
+    """The time limit, in seconds, of a step that computes curves of several kinds of models.
+
+    Each kind of model, and FLA, needs time to compile its kernels.
+    """
     cases = [case for cases in GROUPS[group].values() for case in cases]
     kinds, has_fla = {kind_of(case) for case in cases}, any("delta_rule=fla" in case for case in cases)
     return START_S + KIND_S * len(kinds) + FLA_S * has_fla

@@ -47,7 +47,7 @@ class Source:
 
     @cached_property
     def prose(self) -> list[tuple[int, str]]:
-        """(line, text) of the prose: lines of a page outside of code blocks, or comments and docstrings of a module."""
+        """Line numbers and lines of the prose: a page without code blocks, or comments and docstrings of a module."""
         if self.is_python:
             return sorted([*self._comments(), *self._docstrings()])
         prose, is_code = [], False
@@ -63,7 +63,7 @@ class Source:
         return [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
 
     def _docstrings(self) -> list[tuple[int, str]]:
-        """(line, text) of strings that are statements: docstrings of modules, classes, functions and fields."""
+        """Line numbers and lines of strings that are statements: docstrings of modules, classes, functions, fields."""
         statements = (node.value for node in ast.walk(self.tree) if isinstance(node, ast.Expr))
         strings = [node for node in statements if isinstance(node, ast.Constant) and isinstance(node.value, str)]
         return [

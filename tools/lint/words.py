@@ -114,7 +114,7 @@ def _in_names(file: Source) -> Iterator[tuple[int, str]]:
 
 
 def _bound(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """(line, name) of all names that a module defines: functions, classes, parameters, variables, attributes."""
+    """The line and name of each definition of a module: functions, classes, parameters, variables, attributes."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.lineno, node.name
@@ -135,7 +135,7 @@ def _ellipses(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def _classes(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """(line, name) of each public class.  Private classes may share names, because only their modules use them."""
+    """The line and the name of each public class.  Private classes of two modules may share a name."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             yield node.lineno, node.name

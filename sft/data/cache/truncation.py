@@ -84,7 +84,7 @@ def excerpts(
 
 
 def turns(weights: np.ndarray) -> list[tuple[int, int]]:
-    """(start, end) of every run of supervised tokens.  The first token of a sample is never supervised.
+    """The start and the end of every run of supervised tokens.  The first token of a sample is never supervised.
 
     weights 1 0 1 1 0 0.5  ->  (2, 4), (5, 6)
     """

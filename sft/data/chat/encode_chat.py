@@ -280,7 +280,7 @@ def _with_final_end(
 
 
 def weights_of_turns(chat: Chat, supervise: Supervise) -> dict[int, float]:
-    """{index of an assistant message: weight of its tokens}, without weights 0 unless `supervise` is all."""
+    """The weight of the tokens of each assistant message, by its index.  Leaves out 0, unless `supervise` is all."""
     answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
     weights = chat.weights or (1.0,) * len(chat.messages)
     by_message = {i: weights[i] for i in (answers[-1:] if supervise in ("last", "turn") else answers)}

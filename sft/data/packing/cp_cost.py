@@ -81,8 +81,8 @@ class CpCost(CpBytes):
     def times(self, lengths: SampleSizes, cp_size: int) -> np.ndarray:
         """Nanoseconds that each document takes on each rank of a group of cp_size ranks: int64 [n].
 
-        lengths [1000, 4000], doc_multiple 8, crossover 1000, token_ns 10, no bytes over cp, cp_size 2
-        -> [2000, 20000] x 10 / 2
+        Example: crossover 1000, token_ns 10, no bytes over cp.  Documents of 1,000 and 4,000 tokens cost as much as
+        2,000 and 20,000 tokens without attention, so they take [10000, 100000] on 2 ranks.
         """
         return self.times_by_size(lengths, (cp_size,))[0]
 
@@ -187,6 +187,6 @@ class Documents:
         return self._with_microbatches(-(-int(self.work(index).sum()) // num_ranks), num_ranks)
 
     def _with_microbatches(self, work: int, num_ranks: int) -> int:
-        """`work`, in ns, plus `microbatch_ns` for each microbatch that the tokens need at least."""
+        """The time `work`, in ns, plus `microbatch_ns` for each microbatch that the tokens need at least."""
         num_microbatches = -(-int(self.units.sum()) // (num_ranks * self.limit))
         return work + round(num_microbatches * self.microbatch_ns)

@@ -118,7 +118,7 @@ def unless_longer(
     rank_tokens: int,
     cost: CpCost,
 ) -> Grid:
-    """`grid`, or the grid of a fixed cp if `grid` takes more than 1% (BETTER) longer than that grid.
+    """Returns `grid`, or the grid of a fixed cp if `grid` takes more than 1% (BETTER) longer than that grid.
 
     A slightly longer `grid` is kept, because it sends fewer bytes.  `fixed_cp` makes the grid of a fixed cp, which is
     slow.  So it is called only if `grid` takes longer than a lower bound of the step with a fixed cp: the time of all

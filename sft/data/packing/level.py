@@ -51,7 +51,7 @@ def _changed(
     mean: int,
     row: int,
 ) -> dict[int, list[int]] | None:
-    """{pack: new sequences} of two packs, which lower the sum of the rows' largest costs; None if no change does.
+    """New sequences for two packs, by pack, which lower the sum of the rows' largest costs; None if no change does.
 
     One is the costliest pack of `row`; the other is one of the cheapest and middle packs of all rows, tried in the
     order of their distance from the row's mean cost `mean`.

@@ -80,7 +80,7 @@ class Collator:
         if any(sample.tree is not None for sample in samples):
             documents = PackDocuments.of(trees, len(filler))
             of_trees = {**documents._asdict(), "label_counts": targets.counts, "further": targets.further()}
-            first_tokens = first_tokens - documents.branches.depths.astype(np.int32)  # of texts
+            first_tokens = first_tokens - documents.branches.depths.astype(np.int32)  # where texts begin
         sources = [sample.source for sample, tree in zip(samples, trees) for _ in range(len(tree.branches))]
         return Pack(
             tokens=tokens,

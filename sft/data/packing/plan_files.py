@@ -157,7 +157,7 @@ def compare_plans(first: Path, second: Path) -> list[str]:
 
 
 def _members(batches: Sequence[tuple[str, int, list[list[int]]]]) -> dict[tuple[int, int], Counter[int]]:
-    """{(epoch, batch): how often each sample id occurs in the batch}"""
+    """For each pair (epoch, batch), how often each sample id occurs in the batch."""
     members: dict[tuple[int, int], Counter[int]] = {}
     num_batches: Counter[int] = Counter()
     for _, epoch, packs in batches:

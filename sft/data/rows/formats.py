@@ -146,7 +146,7 @@ def _read_completion(row: Row) -> Chat:
 
 
 def _read_completions(row: Row) -> Chat:
-    """Reads a prompt and several completions.  Returns the chat of the first; its `others` are those of the rest."""
+    """Reads a prompt and several completions.  The chat of the first has the chats of the others in `others`."""
     completions = row["completions"]
     if not isinstance(completions, list) or not completions:
         raise DataError(f"completions must be a list of at least one completion; got {type_name(completions)}.")

@@ -83,12 +83,15 @@ class Compiler(StatementCompiler):
             super().visit_Getitem(node, frame)
 
     def visit_MarkSafe(self, node: nodes.MarkSafe, frame: Frame) -> None:
-        """Generates the code of a value that a name gets.  Jinja does not make this node; `Sandbox.compiled` does."""
+        """Generates the code of a value that is assigned to a name.
+
+        Only `Sandbox.compiled` makes this kind of node; Jinja does not.
+        """
         is_name = isinstance(node.expr, nodes.Name)  # a second name for a value makes no new text
         self._call("environment.written" if is_name else "environment.named", (node.expr,), frame)
 
     def visit_MarkSafeIfAutoescape(self, node: nodes.MarkSafeIfAutoescape, frame: Frame) -> None:
-        """Generates the code of a loop's iterable.  Jinja does not make this node; `Sandbox.compiled` does."""
+        """Generates the code of a loop's iterable.  Only `Sandbox.compiled` makes this kind of node; Jinja does not."""
         kept = getattr(node, "kept", None)
         if kept is None:
             self._call("environment.loop_items", (node.expr,), frame)

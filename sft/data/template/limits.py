@@ -21,7 +21,7 @@ from sft.data.template.trace import Text, is_constant
 from sft.errors import DataError
 
 MAX_STEPS = 10_000_000  # a chat of 1,500 messages takes some 100,000
-MAX_CHARACTERS = 100_000_000  # of one text: about 25 million tokens, more than any sample
+MAX_CHARACTERS = 100_000_000  # length of one text: about 25 million tokens, more than any sample has
 MAX_MADE = 2_000_000_000  # characters of all texts that one rendering makes
 _MAX_BITS = 100_000  # largest size of an integer
 _MAX_NUMBER = 1_000_000  # largest number in the arguments of a method or filter of _RESULTS
@@ -43,7 +43,7 @@ _RESULTS: MappingProxyType[str, Callable[[Any, int, int], int]] = MappingProxyTy
         "hex": lambda x, n, t: 3 * len(x) if isinstance(x, bytes) else 0,
         "sum": lambda x, n, t: 0,  # `check_filter` bounds a start that is a list
         **dict.fromkeys(("replace", "format", "format_map", "join"), lambda x, n, t: 0),  # `_check_result` bounds them
-        **dict.fromkeys(("tojson", "round", "filesizeformat"), lambda x, n, t: 0),  # only the numbers need a bound
+        **dict.fromkeys(("tojson", "round", "filesizeformat"), lambda x, n, t: 0),  # limits of their numbers bound them
     }
 )
 # Smaller limits of numbers: columns of indentation (for tojson also the length of an indentation text), and digits.

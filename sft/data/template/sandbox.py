@@ -173,7 +173,7 @@ class Sandbox(Replay, Filters, ImmutableSandboxedEnvironment):
         return result
 
     def guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, a filter, with checks.  The result has the sources of its characters.
+        """Wraps the filter `function` with checks.  The result has the sources of its characters.
 
         Each call is counted, and refused if its result would be too large.
         """

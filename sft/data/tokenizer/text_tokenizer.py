@@ -133,7 +133,7 @@ class Encoder:
 
     @cached_property
     def _bytes(self) -> list[bytes] | None:
-        """[vocab_size]: the bytes of each token; None if the tokenizer is no byte-level BPE."""
+        """The bytes of each token, by id; None if the tokenizer is no byte-level BPE."""
         state = json.loads(self.backend.to_str())
         if state["model"]["type"] != "BPE" or (state["decoder"] or {}).get("type") != "ByteLevel":
             return None
@@ -190,7 +190,7 @@ class TextTokenizer:
 
     @cached_property
     def always_found(self) -> dict[int, str]:
-        """{id: control token} of the tokens before which a text can be cut without changing its other tokens.
+        """The control tokens, by id, before which a text can be cut without changing its other tokens.
 
         The tokenizer searches the unchanged text for these tokens before any other step.  The tokens on one side do not
         depend on the text on the other side, because the control token takes no spaces before it (lstrip), needs no
@@ -249,7 +249,7 @@ class TextTokenizer:
         return self.files.backend.normalizer is not None
 
     def normalize(self, text: str) -> str:
-        """`text` after the tokenizer's normaliser, which for Qwen composes accents.  Raises DataError if it fails."""
+        """Applies the tokenizer's normaliser, which for Qwen composes accents.  Raises DataError if it fails."""
         normalizer = self.files.backend.normalizer
         with failing_at(text):
             return text if normalizer is None else str(normalizer.normalize_str(text))

@@ -53,7 +53,7 @@ SIGMOID = {"moe.score_function": "sigmoid", "moe.correction_bias": True}
 
 
 def layer_rules(mlp: Literal["dense", "experts"], *rules: Rule) -> tuple[Rule, ...]:
-    """`rules`, limited to the layers with experts or to the layers with a dense MLP."""
+    """Limits `rules` to the layers with experts, or to the layers with a dense MLP."""
     return tuple(replace(rule, mlp=mlp) for rule in rules)
 
 
@@ -72,7 +72,7 @@ def _experts(model: str = "model") -> tuple[Rule, ...]:
 
 
 def _renamed(rules: tuple[Rule, ...], parts: Mapping[str, str]) -> tuple[Rule, ...]:
-    """`rules`, with other names of tensors in files.  parts: part of a name in `rules` -> the part that replaces it"""
+    """Changes the names of tensors in files.  parts: part of a name in `rules` -> the part that replaces it"""
 
     def rename(view: View) -> View:
         name = view.name

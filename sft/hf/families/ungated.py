@@ -22,7 +22,7 @@ _RELU2: dict[str, tuple[Any, ...]] = {**OPTIONS, "hidden_act": ("relu2",)}
 
 
 def _without_gate(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """`rules`, without the first part of linear_fc1, which is the gate."""
+    """Removes the first part of linear_fc1, which is the gate, from `rules`."""
     return tuple(
         replace(rule, views=rule.views[1:]) if len(rule.views) > 1 and ".linear_fc1." in rule.ours else rule
         for rule in rules

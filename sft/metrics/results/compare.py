@@ -147,8 +147,10 @@ def extent(records: Mapping[str, Mapping[int, object]]) -> str:
 
 
 def alone_steps(kind: str, a: RunMetrics, b: RunMetrics) -> tuple[list[str], int]:
-    """Lines about records of a kind that only one run has, and the number of these records within the steps of both
-    runs."""
+    """Lines about records of a kind that only one run has.
+
+    Also returns the number of those that lie within the steps of both runs.
+    """
     lines, num_inside = list[str](), 0
     order = {name: i for i, name in enumerate(kinds_of(a, b))}  # train is 0; no run has a train record of step `first`
     first, last = (max(a.first, b.first), 1), min((run.last[0], order[run.last[1]]) for run in (a, b))

@@ -124,7 +124,10 @@ def kind_of(entry: dict[str, Any]) -> str | None:
 
 
 def flat(nested: dict[str, Any], prefix: str = "") -> Metrics:
-    """{"loss": 2.5, "by": {"0-4K": {"n": 3}}, "kind": "train"} -> {"loss": 2.5, "by/0-4K/n": 3}"""
+    """The numbers of a record by joined names.
+
+    {"loss": 2.5, "by": {"0-4K": {"n": 3}}, "kind": "train"} -> {"loss": 2.5, "by/0-4K/n": 3}
+    """
     metrics: Metrics = {}
     for name, value in nested.items():
         if isinstance(value, dict):

@@ -29,7 +29,7 @@ class Served:
     ends: tuple[str, ...] = ()  # tokens at which a server must stop, the usual one first
     end_ids: tuple[int, ...] = ()
     eos_token: str | None = None  # replaces eos_token of the tokenizer; None: eos_token stays as it is
-    row_switches: tuple[str, ...] = ()  # names of template variables that rows of the data set
+    row_switches: tuple[str, ...] = ()  # names of template variables that rows give themselves
     is_other: bool = False  # whether the tokenizer is not that of model.hf
 
 
@@ -60,7 +60,7 @@ def read_record(values: dict[str, Any] | None) -> Record | None:
 def served_of(config: Config, tokenizer: ChatTokenizer, row_switches: Sequence[str] = ()) -> Served | None:
     """The files and settings of a run that a server needs; None for the byte tokenizer, which has no files.
 
-    row_switches: names of template variables that rows of the data set
+    row_switches: names of template variables that rows give themselves
     """
     if isinstance(tokenizer, ByteTokenizer):
         return None

@@ -126,7 +126,7 @@ def with_rates(case: StepCase, row: Row, peak_tflops: float) -> Row:
 
 
 def shares(events: Iterable[Mapping[str, Any]], wall_s: float) -> dict[str, float]:
-    """Component -> share of the time of a traced step.  A kernel inside one of our ranges belongs to that range.
+    """The share of each component in the time of a traced step.  A kernel in one of our ranges belongs to that range.
 
     With activation offload, copies run at the same time as products, so the shares add up to more than 1.
     """

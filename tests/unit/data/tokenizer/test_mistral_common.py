@@ -1,7 +1,6 @@
-"""Folders with tekken.json if the package mistral-common is installed: the tokenizer is made of the same files as
-without it.
+"""Folders with tekken.json: the tokenizer is made of the same files, whether or not mistral-common is installed.
 
-transformers then gives such a folder to mistral-common, unless a caller passes fix_mistral_regex.
+If this package is installed, transformers gives such a folder to it, unless a caller passes fix_mistral_regex.
 """
 
 import base64

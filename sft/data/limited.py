@@ -220,7 +220,10 @@ def _that_are_ready(children: list[_Child]) -> list[_Child]:
 
 
 def _why(end: fork_server.End) -> str:
-    """The predicate for `LimitReached`.  Names memory only if the kernel or the child's stderr says that it ran out."""
+    """The reason why a child ended, such as "took more than 60 s of processor time".
+
+    Names memory only if the kernel or the child's stderr says that it ran out.
+    """
     if end.code == -signal.SIGXCPU:
         return f"took more than {ROW_SECONDS:,} s of processor time"
     if end.code == -signal.SIGABRT and any(words in end.stderr for words in _OF_ALLOCATORS):

@@ -89,7 +89,7 @@ def _rates(steps: Steps) -> Iterator[Bar]:
 
 
 def _packed(steps: Steps) -> Bar:
-    """The bar of real tokens per second of chats: packed / padded."""
+    """The bar of packing: real tokens per second of packed chats / those of padded chats."""
     rates = {c: row["tokens_per_s"] for c, row in steps}
     ratios = [
         rate / rates[padded]

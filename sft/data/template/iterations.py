@@ -237,7 +237,7 @@ class _Reader:
             self.reads.keys.append(key)
 
     def _is_known(self, node: nodes.Node, scope: _Scope) -> bool:
-        """Whether the expression has the same value at the start of the statement as where it stands.
+        """Whether the statement does not change the value of the expression before it evaluates the expression.
 
         If the template changes lists, two names may have the same list.  Then only names, attributes, and values that
         the template is given count as known.

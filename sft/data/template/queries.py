@@ -4,8 +4,8 @@
       {% if later.role == 'assistant' and 'tool_calls' not in later %}{% set answer.found = true %}{% endif %}
     {% endfor %}
 
-The result of such a loop depends only on the combinations of values that its conditions have for some item, and on the
-order of the last items with each combination.  It does not depend on the number of items.
+For each item, the conditions have some combination of values.  The result of such a loop depends only on which
+combinations occur, and on the order in which each of them occurs last.  It does not depend on the number of items.
 """
 
 from collections.abc import Set

@@ -118,12 +118,13 @@ def tensor_parallel(config: Config) -> float:
     """The mean number of all-gathers and reduce-scatters of hidden states in a dense layer, with sequence parallelism.
 
     Forward has four, before and after attention and the MLP.  Backward has six: two gather the input of a Linear again
-    for the gradient of its weight.  Recomputation repeats the two of the MLP and of linear attention (selective) or all
-    four.
+    for the gradient of its weight.  Recomputation repeats those of the MLP and of linear attention (selective) or all,
+    but not the sum over ranks with which the recomputed part ends, if no norm follows it.
     """
     groups = layer_groups(config.model)
     share = sum(len(group.numbers) for group in groups if group.mixer.is_recomputed) / config.model.num_layers
-    return 10 + {"none": 0.0, "selective": 2 + 2 * share}.get(config.train.recompute, 4.0)
+    mlp = 1 if config.model.norm_placement == "pre" else 2
+    return 10 + {"none": 0.0, "selective": mlp + share}.get(config.train.recompute, 2.0 + mlp)
 
 
 def experts(config: Config, tokens: float) -> float:

@@ -53,6 +53,11 @@ class TrainConfig(Section):
         """Whether backward computes whole layers again, with or without attention."""
         return self.recompute in ("attention_kept", "full")
 
+    @property
+    def repeats_parts(self) -> bool:
+        """Whether backward computes layers or parts of them again."""
+        return self.recompute != "none" or self.mlp_tile is not None
+
     def conflicts(self) -> Iterator[tuple[str, str]]:
         steps, epochs = self.num_steps, self.num_epochs
         if self.offload_fraction > 0.0 and self.recompute == "none":

@@ -20,7 +20,9 @@ from sft.estimate.constants import Constants
 from sft.estimate.layer_work import Seconds, cp_sizes
 from sft.estimate.lengths import Lengths
 from sft.estimate.parameters import StageParameters
-from sft.layers.kinds import layer_groups
+from sft.estimate.products import num_repeats
+from sft.layers.kinds import LayerGroup, layer_groups
+from sft.layers.matrices import matrices
 from sft.layers.rank_share import FP32
 from sft.layers.weight import expert_width
 from sft.parallel.alignment import aligned
@@ -73,11 +75,12 @@ class Messages:
         blocks = mlps + sum(share for group, share in counts if group.mixer.is_split_by_tp)
         mixers = sum(share for group, share in counts if group.mixer.is_recomputed)
         repeated = {"none": 0, "selective": mlps + mixers}.get(recompute, blocks)
+        left_out = sum(share * num_left_out(self.config, group) for group, share in counts) if repeated else 0
         num = blocks + repeated  # forward and recomputation, each with a gather and a scatter
         # Nothing hides the gathers of the gradients of outputs.  Matrix products hide the second gather of inputs, and
         # the scatter of their gradients.
         beside = self._pairs(blocks if layout.sequence_parallel else 0, blocks) * self._layers
-        exposed = self._pairs(num + blocks, num) * self._layers
+        exposed = self._pairs(num + blocks, num - left_out) * self._layers
         ends = 2 if layout.pp == 1 else 1  # embedding and loss head: each gathers and scatters once
         return exposed + self._pairs(ends, ends) + unhidden(self.constants, beside, backward.linear)
 
@@ -223,3 +226,9 @@ def distinct(groups: float, draws: int) -> float:
 def expert_share(model: ModelConfig) -> float:
     """Share of the layers that have experts."""
     return sum(model.has_experts(number + 1) for number in range(model.num_layers)) / model.num_layers
+
+
+def num_left_out(config: Config, group: LayerGroup) -> int:
+    """Number of scatters over tp that recomputation of a layer leaves out, with the products before them."""
+    left_out = {matrix.part for matrix in matrices(group) if matrix.unread.leaves_out(config, matrix.part)}
+    return sum(num_repeats(config, part) > 0 for part in left_out - {"experts"})

@@ -97,7 +97,8 @@ def _weight_products(
         rows = tokens / layout.tp  # a matrix that every rank holds multiplies the rank's own tokens
     columns = matrix.rows / (size if matrix.split == "rows" else 1)
     inner = matrix.columns / (size if matrix.split == "columns" else 1)
-    repeated = _repeated(config, part)
+    repeated = num_repeats(config, part)
+    is_left_out = matrix.unread.leaves_out(config, part)
     if part == EXPANDED and config.shares_latents:
         rows, repeated = tokens * layout.cp, repeated + 1.0  # every rank expands the latents of the pack, twice
     passes = {
@@ -107,7 +108,7 @@ def _weight_products(
     by_chunk = config.train.head_chunks is not None and matrix.key == "self_attention.linear_qkv."
     recomputed = passes["inputs"] if by_chunk else 0.0  # backward projects each chunk of heads again
     whole = Product(part, rows, columns, inner, copies, **passes, weights=weights.trained)
-    yield whole._replace(repeated=whole.repeated + recomputed)
+    yield whole._replace(repeated=0.0 if is_left_out else whole.repeated + recomputed)
     if weights.factor_a:
         # With sequence parallelism, the factor that every rank holds multiplies the rank's own tokens.
         own = rows / (layout.tp if layout.sequence_parallel and part != "experts" else 1)
@@ -118,7 +119,8 @@ def _weight_products(
         elif matrix.split == "columns":
             rows_b, a = own, a / size
         yield Product(part, rows_a, rank, a, copies, **passes)
-        yield Product(part, rows_b, b, rank, copies, repeated=passes["repeated"] + recomputed)
+        repeated_b = 0.0 if is_left_out else passes["repeated"] + recomputed
+        yield Product(part, rows_b, b, rank, copies, repeated=repeated_b)
 
 
 def _expert_sizes(model: ModelConfig, layout: Layout, tokens: float, layers: float) -> tuple[float, float, int]:
@@ -129,8 +131,8 @@ def _expert_sizes(model: ModelConfig, layout: Layout, tokens: float, layers: flo
     return sent / own, layers * own, layout.etp
 
 
-def _repeated(config: Config, part: str) -> float:
-    """How often backward computes the part's forward products again."""
+def num_repeats(config: Config, part: str) -> float:
+    """How often backward computes the part's forward products again, but for those that it leaves out (`Unread`)."""
     train = config.train
     if part == "mlp" and train.mlp_tile is not None:
         return 1.0

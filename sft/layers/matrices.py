@@ -7,6 +7,7 @@ from typing import NamedTuple
 from sft.config import ModelConfig
 from sft.layers.adapters import EMBEDDING, HEAD, AdaptedWeight, Trained, Weight
 from sft.layers.kinds import LayerGroup, layer_groups
+from sft.layers.unread import Unread
 from sft.layers.weight import LAST, LAST_OF_ATTENTION, Split
 from sft.layers.weights import sizes_of, weight_of
 
@@ -14,7 +15,8 @@ from sft.layers.weights import sizes_of, weight_of
 class Matrix(NamedTuple):
     """A matrix of a layer, [rows, columns]; for experts, the matrix of one expert.
 
-    key  the beginning of the matrix' name in checkpoints; `weight.LayerWeight` explains the other fields
+    key     the beginning of the matrix' name in checkpoints; `weight.LayerWeight` explains the other fields
+    unread  when recomputation leaves out its product
     """
 
     part: str
@@ -23,6 +25,7 @@ class Matrix(NamedTuple):
     split: Split
     key: str
     step: int
+    unread: Unread
 
 
 def matrices(layers: LayerGroup) -> list[Matrix]:
@@ -32,7 +35,8 @@ def matrices(layers: LayerGroup) -> list[Matrix]:
         if weight.role == "matrix":
             rows, columns = weight.sizes(sizes)
             key = weight.key.removesuffix("weight")
-            listed.append(Matrix(weight.part, rows, columns, weight.split, key, weight.step))
+            unread = Unread.of(layers.model, weight, has_mlp=bool(layers.mlp.weights))
+            listed.append(Matrix(weight.part, rows, columns, weight.split, key, weight.step, unread))
     return listed
 
 

@@ -43,16 +43,16 @@ class PackedDocuments(PackedSeqParams):
     rotation: Rotation | None = None  # for this rank's tokens, if attention itself rotates queries and keys
     window_rotation: Rotation | None = None  # like `rotation`, for layers with model.rope.window_base
     own: Mapping[LayerKind, Any] = field(default_factory=dict)  # other inputs of the mixer of each kind of layer
-    kept: KeptCalls | None = None  # results of attention that recomputation reuses; None: it computes attention again
+    kept: KeptCalls | None = None  # calls that recomputation does not repeat; None: nothing is recomputed
 
     def attend(
         self, caller: Any, function: Callable[..., Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor] = ()
     ) -> Tensor:
-        """The result of `function(*inputs, *weights)`.  With `kept`, recomputation of the layer reuses this result.
+        """The result of `function(*inputs, *weights)`.  If attention is kept, recomputation reuses this result.
 
         caller: the module that calls, once for each pass of its layer
         """
-        if self.kept is None:
+        if self.kept is None or not self.kept.keeps_attention:
             return function(*inputs, *weights)
         # Copies, because a view would keep the whole output of a projection in memory.
         return self.kept(caller, function, [x.contiguous() for x in inputs], weights)

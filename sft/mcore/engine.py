@@ -230,8 +230,8 @@ class Engine:
         has_experts = self.config.model.moe.num_experts is not None
         document_of_token = self._document_of_token(mb, chunk, documents) if has_experts else None
         with self._save_policy.forward_pass(len(chunk.module.decoder.layers)):
-            if self.config.train.recompute == "attention_kept" and chunk.training:
-                documents.kept = KeptCalls(self._save_policy)
+            if self.config.train.repeats_parts and chunk.training:
+                documents.kept = KeptCalls(self._save_policy, self.config.train.recompute == "attention_kept")
             block = {} if chunk.module.multi_token is None else {"labels": next_tokens(mb, self.layout, self.groups)}
             pack = dict(packed_seq_params=documents, padding_mask=document_of_token)
             output = chunk(tokens, positions, None, **pack, **block)

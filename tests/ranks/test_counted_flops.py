@@ -137,17 +137,20 @@ HALVES = [  # attention alone, and then experts alone, without a gate, that read
     *("model.halves={without_mlp: [1], without_mixer: [2]}", "model.moe.layers=[2]", "model.moe.latent_size=24"),
     "model.activation=relu2",
 ]
-FULL, SELECTIVE = "train.recompute=full", "train.recompute=selective"
+FULL, KEPT, SELECTIVE = (f"train.recompute={name}" for name in ("full", "attention_kept", "selective"))
 CASES = {
     "dense": [],
     "dense, selective": [SELECTIVE],
+    "norms on outputs, full": ["model.norm_placement=both", FULL],
     "tied, full": ["model.tie_embeddings=true", FULL],
     "tiles": ["train.mlp_tile=128"],
     "tiles, full": ["train.mlp_tile=128", FULL],
     "chunks of heads, full": ["train.head_chunks=2", FULL],
     "experts, selective": [*SHARED, SELECTIVE],
     "experts, full": [*SHARED, FULL, "model.moe.shared_gate=true"],
+    "experts, kept": [*SHARED, KEPT],
     "gpt-oss": [*MOE, *GPT_OSS, *WINDOW],
+    "gpt-oss, full": [*MOE, *GPT_OSS, *WINDOW, FULL],
     "gemma": [*GEMMA, *WINDOW],
     "gemma 4": [*GEMMA4, *WINDOW],
     "gemma 4, selective": [*MOE, *GEMMA4, *GEMMA4_EXPERTS, *WINDOW, SELECTIVE],
@@ -156,6 +159,7 @@ CASES = {
     "linear, channels": [*LINEAR_LAYER, *CHANNELS],
     "Mamba-2, selective": [*MAMBA_LAYER, SELECTIVE],
     "halves, selective": [*SHARED, *HALVES, SELECTIVE],
+    "halves, full": [*SHARED, *HALVES, FULL],
     "latent": LATENT,
     "latent, full": [*LATENT, FULL],
     "routers": [*MOE, *ROUTERS, SELECTIVE],  # the first layer has no experts
@@ -174,9 +178,10 @@ def test_one_rank(ranks: Ranks, name: str) -> None:
         ["parallel.tp=2", "parallel.sequence_parallel=true"],
         ["parallel.cp=2"],
         [*LATENT, "parallel.tp=2", "parallel.sequence_parallel=true", SELECTIVE],
+        ["parallel.tp=2", "parallel.sequence_parallel=true", KEPT],
         [*LATENT, "parallel.cp=2"],  # each rank expands the latents of the whole document
     ],
-    ids=["tp", "cp", "tp latent", "cp latent"],
+    ids=["tp", "cp", "tp latent", "tp, kept", "cp latent"],
 )
 def test_two_ranks(ranks: Ranks, overrides: list[str]) -> None:
     for result in ranks(2).run(count, [*ONE, *TWO_LAYERS, *overrides], document()):
@@ -224,7 +229,9 @@ def lora(*targets: str) -> str:
         ("qwen3", 2, [lora("k_proj", "o_proj", "up_proj"), "parallel.tp=2", "parallel.sequence_parallel=true"]),
         ("qwen3", 1, ["train.freeze=[embed_tokens, model.layers.0.*]", SELECTIVE]),
         ("qwen3", 1, ["train.freeze=[embed_tokens, model.layers.*.mlp.*]", FULL]),
+        ("qwen3", 2, [lora("down_proj"), "parallel.tp=2", "parallel.sequence_parallel=true", FULL]),
         ("qwen3_moe", 1, [lora("experts.*", "o_proj")]),
+        ("qwen3_moe", 1, [lora("experts.*"), FULL]),
     ],
     ids=str,
 )

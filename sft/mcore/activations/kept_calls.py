@@ -1,17 +1,25 @@
-"""Keeps the results of attention while a layer is recomputed, so that each kernel's forward pass runs once.
+"""Calls that recomputation does not repeat: of attention's kernels, and of products whose output nobody reads.
 
-With train.recompute = attention_kept, core computes every layer twice: in forward without autograd, and again in
-backward.  A call of attention runs in the first pass only:
+What is recomputed runs twice: in forward without autograd, and again in backward.  A call of this module runs in the
+first pass only:
 
-    first pass   The call runs with autograd.  Its graph keeps what the kernel saves for backward, except for the inputs
-                 of the call: their memory is freed.  The output is kept, too
-    second pass  The call returns the kept output.  Its backward lends the inputs of the second pass to the graph of the
-                 first pass, and runs that graph
+    first pass   The call runs with autograd.  Its graph keeps what the operations save for backward, except for the
+                 inputs of the call and the weights: the memory of inputs is freed
+    second pass  The call returns an output.  Its backward lends the inputs of the second pass to the graph of the first
+                 pass, and runs that graph
 
-So a layer keeps its input, the output of attention, and whatever else the kernel saves, such as its log-sum-exp.
+With train.recompute = attention_kept, the output of attention is kept, and the second pass returns it.  So a layer
+keeps its input, the output of attention, and whatever else the kernel saves, such as its log-sum-exp.
+
+Backward of a product reads its inputs, not its output.  The output of the last product of what is recomputed is read by
+nobody in the second pass, if only sums follow it.  Then nothing is kept, and the second pass returns a tensor without
+values.  `sft/layers/unread.py` says which products these are.
 """
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,27 +33,72 @@ _ANCHOR = torch.zeros((), requires_grad=True)  # autograd makes a graph only if 
 
 
 class KeptCalls:
-    """The calls of one microbatch that ran in the first pass, and wait for the second.  policy: saves kept tensors"""
+    """The calls of one microbatch that ran in the first pass, and wait for the second.
 
-    def __init__(self, policy: SavePolicy) -> None:
-        self._policy = policy
-        self._calls: dict[int, _Call] = {}  # by the caller's id
+    policy: saves kept tensors; keeps_attention: whether calls of attention are kept, too
+    """
+
+    def __init__(self, policy: SavePolicy, keeps_attention: bool) -> None:
+        self._policy, self.keeps_attention = policy, keeps_attention
+        self._calls: dict[int, deque[_Call]] = defaultdict(deque)  # by the caller's id
 
     def __call__(
         self, caller: Any, function: Callable[..., Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor] = ()
     ) -> Tensor:
         """`function(*inputs, *weights)`; in the second pass, the result that the first pass kept.
 
-        caller: an object that calls once in each pass; inputs: floating-point tensors
+        caller: an object that calls equally often, and in the same order, in each pass
+        inputs: floating-point tensors
         """
+        return self._output(caller, lambda *args: (function(*args), None), inputs, weights, is_read=True)[0]
+
+    def unread(
+        self, caller: Any, function: Callable[..., Any], inputs: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> tuple[Tensor, Any]:
+        """`function(*inputs, *weights)`: an output, and anything else; in the second pass, the output has no values."""
+        return self._output(caller, function, inputs, weights, is_read=False)
+
+    def _output(
+        self, caller: Any, function: Callable[..., Any], inputs: Sequence[Tensor], weights: Any, *, is_read: bool
+    ) -> tuple[Tensor, Any]:
+        waiting = self._calls[id(caller)]
         if not torch.is_grad_enabled():
-            self._calls[id(caller)], out = _first_pass(self._policy.save, function, inputs, weights)
-            return out
-        call = self._calls.pop(id(caller), None)
-        if call is None:  # core does not recompute the caller's layer
-            return function(*inputs, *weights)
-        out = _SecondPass.apply(call, len(inputs), *inputs, *weights)
-        return out
+            call, out = _first_pass(self._policy.save, function, inputs, weights, is_read)
+            waiting.append(call)
+            return out, call.other
+        if not waiting:  # the caller is not recomputed
+            result: tuple[Tensor, Any] = function(*inputs, *weights)
+            return result
+        call = waiting.popleft()
+        return _SecondPass.apply(call, len(inputs), *inputs, *weights), call.other
+
+
+_current: ContextVar[KeptCalls | None] = ContextVar("products", default=None)
+
+
+@contextmanager
+def leaving_out_products(calls: KeptCalls | None) -> Iterator[None]:
+    """A context in which `unread_product` leaves out products that are repeated; None: it leaves out none."""
+    token = _current.set(calls)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current_products() -> KeptCalls | None:
+    return _current.get()
+
+
+def unread_product(
+    caller: Any, function: Callable[..., Any], inputs: Sequence[Tensor], weights: Sequence[Tensor]
+) -> tuple[Tensor, Any]:
+    """`KeptCalls.unread` of the context; without a context, `function(*inputs, *weights)`."""
+    calls = _current.get()
+    if calls is None:
+        result: tuple[Tensor, Any] = function(*inputs, *weights)
+        return result
+    return calls.unread(caller, function, inputs, weights)
 
 
 @dataclass
@@ -55,12 +108,15 @@ class _Call:
     inputs: list[GradientEdge]
     output_edge: GradientEdge
     output: Restore
+    other: Any
     layouts: list[tuple[Any, ...]]
-    lent: list[Tensor]  # the inputs of the second pass, while backward runs; the graph refers to this list
+    lent: list[Tensor]  # inputs and weights of the second pass, while backward runs; the graph refers to this list
 
-    def gradients(self, grad: Tensor, inputs: Sequence[Tensor], wanted: Sequence[Any]) -> tuple[Tensor, ...]:
+    def gradients(
+        self, grad: Tensor, inputs: Sequence[Tensor], weights: Sequence[Tensor], wanted: Sequence[Any]
+    ) -> tuple[Tensor, ...]:
         assert [_layout(x) for x in inputs] == self.layouts, "the second pass has other inputs than the first"
-        self.lent[:] = inputs
+        self.lent[:] = [*inputs, *weights]
         results: tuple[Tensor, ...] = torch.autograd.grad([self.output_edge], wanted, [grad])
         self.lent.clear()
         return results
@@ -71,22 +127,35 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _first_pass(
-    save: Callable[[Tensor], Restore], function: Callable[..., Tensor], inputs: Sequence[Tensor], weights: Any
+    save: Callable[[Tensor], Restore],
+    function: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    is_read: bool,
 ) -> tuple[_Call, Tensor]:
-    numbers = {(x.untyped_storage().data_ptr(), x.dtype): number for number, x in enumerate(inputs) if x.numel()}
+    numbers = {
+        (x.untyped_storage().data_ptr(), x.dtype): number for number, x in enumerate([*inputs, *weights]) if x.numel()
+    }
     lent: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Restore:
         number = numbers.get((tensor.untyped_storage().data_ptr(), tensor.dtype))
-        if number is None or not tensor.numel():
+        if number is None:
             return save(tensor)
         view = tensor.size(), tensor.stride(), int(tensor.storage_offset())
         return lambda: lent[number].as_strided(*view)
 
     with torch.enable_grad(), saved_tensors_hooks(pack, lambda restore: restore()):
         sources, edges = sources_of(*inputs)
-        out = function(*sources, *weights)
-    return _Call(edges, get_gradient_edge(out), save(out.detach()), [_layout(x) for x in inputs], lent), out.detach()
+        out, other = function(*sources, *weights)
+    output = save(out.detach()) if is_read else _without_values(out)
+    return _Call(edges, get_gradient_edge(out), output, other, [_layout(x) for x in inputs], lent), out.detach()
+
+
+def _without_values(out: Tensor) -> Restore:
+    """Makes a tensor like `out`, in the memory of one element."""
+    shape, dtype, device = out.shape, out.dtype, out.device
+    return lambda: torch.empty((), dtype=dtype, device=device).expand(shape)
 
 
 def sources_of(*inputs: Tensor) -> tuple[tuple[Tensor, ...], list[GradientEdge]]:
@@ -117,7 +186,7 @@ class _SecondPass(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         sources = [*ctx.call.inputs, *ctx.weights]
         needed = [number for number, needs in enumerate(ctx.needs_input_grad[2:]) if needs]
-        gradients = ctx.call.gradients(grads[0], ctx.saved_tensors, [sources[number] for number in needed])
+        gradients = ctx.call.gradients(grads[0], ctx.saved_tensors, ctx.weights, [sources[number] for number in needed])
         result: list[Tensor | None] = [None] * len(sources)
         for number, gradient in zip(needed, gradients, strict=True):
             result[number] = gradient

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sft.mcore.activations.kept_calls import current_products, leaving_out_products
+
 
 def recomputed(
     function: Callable[[Tensor], Tensor],
@@ -46,6 +48,7 @@ class _TiledRecompute(torch.autograd.Function):
         *weights: Tensor,
     ) -> Tensor:
         ctx.function, ctx.tile, ctx.is_last, ctx.weights = function, tile or len(hidden), is_last, weights
+        ctx.products = current_products()
         ctx.save_for_backward(hidden)
         if is_last:
             return hidden.new_empty(()).expand_as(hidden)
@@ -81,7 +84,7 @@ def _fp32_sum(weight: Any) -> Tensor:
 def _tile_backward(ctx: Any, rows: Tensor, grad: Tensor, drows: Tensor) -> list[Tensor]:
     """Return the gradients of the weights, and write the gradient of `rows` to `drows`."""
     rows = rows.detach().requires_grad_()
-    with torch.enable_grad():
+    with torch.enable_grad(), leaving_out_products(ctx.products):
         out = ctx.function(rows)
     result, *dweights = torch.autograd.grad(out, (rows, *ctx.weights), grad)
     drows.copy_(result)

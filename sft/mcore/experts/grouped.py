@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sft.mcore.modules.activation import Activation
 from sft.mcore.modules.biases import submodules_of
+from sft.mcore.modules.unrepeated import Unrepeated, unrepeated
 
 _ALIGNMENT = 8  # rows of bf16 matrices in the kernel start at multiples of 16 bytes
 
@@ -189,7 +190,9 @@ class LayerByLayer(torch.nn.Module):
         super().__init__()
         self.base, self._gated = base, activation
         self.linear_fc1 = _EachExpert(expert.linear_fc1 for expert in base.local_experts)
-        self.linear_fc2 = _EachExpert(expert.linear_fc2 for expert in base.local_experts)
+        outputs = [expert.linear_fc2 for expert in base.local_experts]
+        is_left_out = isinstance(outputs[0], Unrepeated)
+        self.linear_fc2 = (unrepeated(_EachExpert) if is_left_out else _EachExpert)(outputs)
 
     def forward(self, tokens: Tensor, counts: Tensor, weights: Tensor) -> tuple[Tensor, None]:
         """The outputs of experts, and None as bias: tokens [n, h], sorted by expert -> [n, h].

@@ -36,6 +36,7 @@ from sft.layers.adapters import AdaptedWeight, Adapter, names_of
 from sft.mcore.experts.grouped import RowsOfExperts, layer_by_layer
 from sft.mcore.lora.products import OutputSlice, added, added_rows, projected
 from sft.mcore.lora.split import Split
+from sft.mcore.modules.unrepeated import around
 from sft.mcore.process_groups import ProcessGroups
 from sft.mcore.sharding.parts import held
 
@@ -172,9 +173,14 @@ class AdaptedLinear(Adapted):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """x [t, 1, in] -> [t, 1, out] and the layer's bias, as the layer itself returns them."""
         x, inner = projected(x, torch.cat([factors.a for factors in self.factors]))
-        output, bias = self.base(x, *args, **kwargs)
+        inner = self.split.for_outputs(inner)
         b = [matrix for factors in self.factors for matrix in factors.b]
-        return added(output, self.split.for_outputs(inner), b, self.output_slices, self.scale), bias
+
+        def adapted(linear: Any, x: Tensor, inner: Tensor, *_: Tensor) -> tuple[Tensor, Tensor | None]:
+            output, bias = linear(x, *args, **kwargs)
+            return added(output, inner, b, self.output_slices, self.scale), bias
+
+        return around(self.base, adapted, [x, inner], b)
 
 
 class AdaptedExperts(Adapted):
@@ -186,15 +192,20 @@ class AdaptedExperts(Adapted):
 
     def forward(self, x: Tensor, counts: list[int], *weights: Tensor) -> tuple[Tensor, Tensor | None]:
         """x [n, in], sorted by expert -> [n, out], and the bias of the layer.  counts: number of rows of each expert"""
-        output, bias = self.base(x, counts, *weights)
-        by_columns, rows, slices = self.split.by_columns, RowsOfExperts.of(counts, x.device), iter(self.output_slices)
-        for factors in self.factors:
-            a = factors.a if by_columns else self.split.summing_gradients(factors.a)
-            inner = rows.times(x, a) * self.scale
-            for b in factors.b:  # one product at a time is in memory
-                product = rows.times(inner, self.split.summing_gradients(b) if by_columns else b)
-                output = added_rows(output, product, next(slices))
-        return output, bias
+        by_columns, summing = self.split.by_columns, self.split.summing_gradients
+        rows = RowsOfExperts.of(counts, x.device)
+        a = [factors.a if by_columns else summing(factors.a) for factors in self.factors]
+        inners = [rows.times(x, matrices) * self.scale for matrices in a]
+
+        def adapted(linear: Any, x: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor | None]:
+            output, bias = linear(x, counts, *weights)
+            slices = iter(self.output_slices)
+            for factors, inner in zip(self.factors, tensors):
+                for b in factors.b:  # one product at a time is in memory
+                    output = added_rows(output, rows.times(inner, summing(b) if by_columns else b), next(slices))
+            return output, bias
+
+        return around(self.base, adapted, [x, *inners], [b for factors in self.factors for b in factors.b])
 
 
 def attach(chunk: Any, weights: Iterable[AdaptedWeight], lora: LoraConfig, groups: ProcessGroups) -> None:

@@ -33,7 +33,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Build core's TransformerConfig; no other function builds one.  Raises ConfigError if core refuses the fields."""
     model, dtype = config.model, params_dtype(config)
-    fuses = fuses_gradients(config.train, backend)
+    fuses = fuses_gradients(config.train)
     fields: dict[str, Any] = dict(
         **_dispatcher_fields(config.parallel, device_type),
         **_expert_fields(model, layout),
@@ -91,16 +91,16 @@ def _leave_without_value(weight: Tensor) -> None:
     torch.nn.init.constant_(weight, math.nan)
 
 
-def fuses_gradients(train: TrainConfig, backend: AttentionBackend) -> bool:
+def fuses_gradients(train: TrainConfig) -> bool:
     """Whether core's kernel for the product of a weight's gradient adds its result to the fp32 sum of gradients.
 
     Core needs an extension of Apex for this, also with Transformer Engine.  Core marks a weight whose gradient the
     kernel has added.  With saved-tensor hooks, backward gets another tensor object for the weight, so the mark would be
-    lost.  With train.mlp_tile, `recompute.py` adds the gradients of tiles.
+    lost.  Everything that recomputes or offloads has such hooks (`kept_calls.py`, `saved_tensors.py`), or adds
+    gradients of tiles itself.
     """
-    has_hooks = train.offload_fraction > 0 or (train.recompute == "selective" and backend.library.marks_norms)
     has_kernel = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
-    return has_kernel and not has_hooks and train.mlp_tile is None
+    return has_kernel and not train.repeats_parts
 
 
 def _dispatcher_fields(parallel: ParallelConfig, device_type: str) -> dict[str, Any]:

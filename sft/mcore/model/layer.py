@@ -21,6 +21,7 @@ from megatron.core.transformer.identity_op import IdentityFuncOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from sft.mcore.activations.kept_calls import leaving_out_products
 from sft.mcore.activations.recompute import recomputed
 from sft.mcore.activations.saved_tensors import SavePolicy
 from sft.mcore.backend import PackedDocuments
@@ -86,7 +87,8 @@ class Layer(TransformerLayer):
             assert padding_mask is not None and packed_seq_params.cp is not None
             pack = packed_seq_params.num_parts, packed_seq_params.cp.members, packed_seq_params.in_text
             kwargs["padding_mask"] = TokenDocuments(padding_mask.view(-1), *pack)
-        output, context = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        with leaving_out_products(packed_seq_params.kept):
+            output, context = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
         if self._is_repeated:
             output.untyped_storage().resize_(0)  # core keeps the output during backward, but nothing reads it
         return output, context

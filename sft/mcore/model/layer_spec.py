@@ -17,6 +17,7 @@ from sft.mcore.model.mixers import with_mixer
 from sft.mcore.modules.activation import Activation
 from sft.mcore.modules.biases import bias_mlp, submodules_of
 from sft.mcore.modules.library import ModuleLibrary
+from sft.mcore.modules.unrepeated import leave_out_products
 
 
 def layer_spec(config: Config, backend: AttentionBackend, tp_group: Any, layer_number: int) -> ModuleSpec:
@@ -24,6 +25,10 @@ def layer_spec(config: Config, backend: AttentionBackend, tp_group: Any, layer_n
     model, kind = config.model, config.model.mlp_kind_of(layer_number)
     alike = model_of_kind(model, model.kind_of(layer_number))
     spec = backend.library.layer_spec(alike, has_experts=kind == "experts", tp_group=tp_group)
+    if model.mlp_bias and kind != "no MLP":
+        bias_mlp(spec.submodules.mlp, has_experts=kind == "experts")
+    if config.train.repeats_parts:
+        leave_out_products(spec, config, layer_number)
     spec = with_mixer(backend.with_attention(spec), config, backend, layer_number)
     spec.module = Layer
     spec.params = {
@@ -37,8 +42,6 @@ def layer_spec(config: Config, backend: AttentionBackend, tp_group: Any, layer_n
 
 def _dense(spec: ModuleSpec, config: Config, library: ModuleLibrary, layer_number: int) -> ModuleSpec:
     model, train = config.model, config.train
-    if model.mlp_bias:
-        bias_mlp(spec.submodules.mlp, has_experts=False)
     if activation := Activation.fields(model, limits_of(model, layer_number)[0]):
         submodules_of(spec.submodules.mlp).activation_func = Activation.spec(activation)
     spec.params |= {"recompute": train.recompute == "selective" or train.mlp_tile is not None, "tile": train.mlp_tile}
@@ -46,8 +49,6 @@ def _dense(spec: ModuleSpec, config: Config, library: ModuleLibrary, layer_numbe
 
 
 def _experts(spec: ModuleSpec, config: Config, library: ModuleLibrary, layer_number: int) -> ModuleSpec:
-    if config.model.mlp_bias:
-        bias_mlp(spec.submodules.mlp, has_experts=True)
     is_selective = config.train.recompute == "selective"
     return with_experts(spec, config.model, library, layer_number, recompute=is_selective)
 

@@ -6,6 +6,7 @@ use the assumed constants of an H100, and the rates of cuDNN's attention or of F
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -18,6 +19,7 @@ from sft.estimate.step_time import StepTime, step_time
 from sft.hf.architecture import architecture
 from sft.layers.adapters import Trained
 from sft.layers.kernel_rates import FLASH2, HOPPER, rate
+from sft.layers.unread import Unread
 from sft.parallel.layout import Layout
 from sft.weights.trained import trained_weights
 from tests.builders import LLAMA_8B, layout_config
@@ -25,7 +27,7 @@ from tests.unit.fixtures.hf import released
 from tests.unit.fixtures.rates import flat
 
 ROOFLINE_TOLERANCE = 0.06  # the table rounds the FLOPs of the head and of recompute; the largest difference is 5.6%
-TOLERANCE = 0.2  # what a prediction without a measurement is good for; the largest difference of these rows is 18.1%
+TOLERANCE = 0.2  # what a prediction without a measurement is good for; the largest difference of these rows is 19.9%
 LLAMA_VOCAB, QWEN_VOCAB = 128_256, 151_936
 QWEN_8B = {**LLAMA_8B, "num_layers": 36, "ffn_hidden_size": 12_288, "qk_norm": True}
 QWEN_32B = {**QWEN_8B, "num_layers": 64, "hidden_size": 5120, "ffn_hidden_size": 25_600, "num_attention_heads": 64}
@@ -77,11 +79,13 @@ COLUMNS = [
 
 @pytest.mark.parametrize("length", ROOFLINE)
 def test_roofline_of_an_h200(length: int) -> None:
+    """The roofline repeats all products in recompute."""
     rates = {"attention_forward": Curve(((1.0, 620.0),), "x"), "attention_backward": Curve(((1.0, 520.0),), "x")}
     constants = replace(flat(650.0), **rates)
     for (model, vocab, recompute), published in zip(COLUMNS, ROOFLINE[length], strict=True):
         train = {"recompute": recompute}
-        time = predicted(model, vocab, length * K, 8, constants, parallel={"cp": 8}, train=train)
+        with mock.patch.object(Unread, "leaves_out", return_value=False):
+            time = predicted(model, vocab, length * K, 8, constants, parallel={"cp": 8}, train=train)
         assert time.tokens_per_gpu_s == pytest.approx(published, rel=ROOFLINE_TOLERANCE)
 
 
@@ -109,10 +113,16 @@ def test_a_step_of_trl_with_flash_attention_2() -> None:
 
 
 def alst(length: int, cp: int) -> StepTime:
-    """Llama-8B on 8 H100, FlashAttention-2, saved layer inputs and optimizer in host memory."""
+    """Llama-8B on 8 H100, FlashAttention-2, saved layer inputs and optimizer in host memory.
+
+    Its reentrant checkpoint repeats all products of a layer; those of the other trainers stop at the last one.
+    """
     train = {**OFFLOAD, "global_batch_size": 8 // cp}
     sections = {"attention": PORTABLE, "optim": {"lr": 1e-5, "offload_fraction": 1.0}}
-    return predicted(LLAMA_8B, LLAMA_VOCAB, length, 8, h100(), BY_FLASH2, parallel={"cp": cp}, train=train, **sections)
+    with mock.patch.object(Unread, "leaves_out", return_value=False):
+        return predicted(
+            LLAMA_8B, LLAMA_VOCAB, length, 8, h100(), BY_FLASH2, parallel={"cp": cp}, train=train, **sections
+        )
 
 
 @pytest.mark.parametrize(
@@ -136,9 +146,8 @@ def titan(length: int, cp: int) -> float:
     return predicted(LLAMA_8B, LLAMA_VOCAB, length, 8, h100(), BY_FLASH2, **sections).tokens_per_gpu_s
 
 
-@pytest.mark.parametrize(("length", "cp", "published"), [(32 * K, 1, 3890), (64 * K, 2, 2540)])
-def test_steps_of_torchtitan(length: int, cp: int, published: float) -> None:
-    assert titan(length, cp) == pytest.approx(published, rel=TOLERANCE)
+def test_a_step_of_torchtitan() -> None:
+    assert titan(64 * K, 2) == pytest.approx(2540, rel=TOLERANCE)
 
 
 def test_pretraining_of_70b() -> None:
@@ -163,6 +172,7 @@ def lora_of_8b() -> float:
 def test_misses_are_as_large_as_the_page_says() -> None:
     """A row that comes within the tolerance by a change of a formula moves to the tests above, and to their table."""
     assert alst(32 * K, 1).step_s == pytest.approx(7.8, rel=0.01) and 7.8 < (1 - TOLERANCE) * 17
-    assert titan(128 * K, 4) == pytest.approx(1775, rel=0.01) and 1775 > (1 + TOLERANCE) * 1071
-    assert titan(256 * K, 8) == pytest.approx(978, rel=0.01) and 978 > (1 + TOLERANCE) * 548
+    assert titan(32 * K, 1) == pytest.approx(4689, rel=0.01) and 4689 > (1 + TOLERANCE) * 3890
+    assert titan(128 * K, 4) == pytest.approx(1792, rel=0.01) and 1792 > (1 + TOLERANCE) * 1071
+    assert titan(256 * K, 8) == pytest.approx(983, rel=0.01) and 983 > (1 + TOLERANCE) * 548
     assert lora_of_8b() == pytest.approx(15_322, rel=0.01) and 15_322 > (1 + TOLERANCE) * 12_473

@@ -70,9 +70,13 @@ def test_flops_of_a_step() -> None:
             {"parallel": {"cp": 2, "pp": 4, "virtual_stages": 2}},
             (LINEAR, ATTENTION, 4 * HEAD, 0, 3 / 16 * (LINEAR + ATTENTION)),
         ),
-        ({"train": {"recompute": "full"}}, (LINEAR, ATTENTION, HEAD, (LINEAR + ATTENTION) / 3, 0)),
-        # Products of a token in the MLP: 32 x 3 x 4096 x 14,336.
-        ({"train": {"recompute": "selective"}}, (LINEAR, ATTENTION, HEAD, MILLION * 2 * 5_637_144_576, 0)),
+        # All products but those of down, 32 x 4096 x 14,336 for a token.
+        (
+            {"train": {"recompute": "full"}},
+            (LINEAR, ATTENTION, HEAD, (LINEAR + ATTENTION) / 3 - MILLION * 2 * 1_879_048_192, 0),
+        ),
+        # Products of a token with gate and up: 32 x 2 x 4096 x 14,336.
+        ({"train": {"recompute": "selective"}}, (LINEAR, ATTENTION, HEAD, MILLION * 2 * 3_758_096_384, 0)),
         ({"train": {"global_batch_size": 16}}, (2 * LINEAR, 2 * ATTENTION, 2 * HEAD, 0, 0)),
     ],
 )

@@ -22,7 +22,7 @@ def proposal(model: str, recompute: Recompute, *, optimizer: float = 0.0, tile: 
 
 def test_attention_kept_takes_about_four_fifths_of_the_time_of_full() -> None:
     kept, full = (proposal("meta-llama/Llama-3.1-8B-Instruct", name) for name in ("attention_kept", "full"))
-    assert kept.time.step_s <= 0.805 * full.time.step_s
+    assert kept.time.step_s <= 0.802 * full.time.step_s
     assert kept.memory.device <= 70 * GIB
     # full repeats a forward pass of attention, and nothing else differs: so the ratio cannot be below 0.793, that of
     # attention alone, whose backward takes 2.84 times as long as its forward.
@@ -30,6 +30,9 @@ def test_attention_kept_takes_about_four_fifths_of_the_time_of_full() -> None:
     assert {name for name, seconds in more.items() if seconds > 0.001} == {"recompute"}
     forward = more["recompute"] / kept.time.parts["attention"]
     assert 1 / (1 + forward) == pytest.approx(0.793, abs=0.001)
+    # Not even if nothing else were repeated, the ratio would be 0.80.
+    others = kept.time.parts["recompute"]
+    assert 0.800 < (kept.time.step_s - others) / (full.time.step_s - others) < 0.801
 
 
 def test_shards_of_eight_billion_parameters() -> None:

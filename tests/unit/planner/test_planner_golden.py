@@ -32,16 +32,16 @@ CASES: list[tuple[str, int, int, str, bool]] = [
 GOLDEN = """
 Qwen3-0.6B 128K on 8 a100-40: tp 2, cp 4: 23 GiB, 49 s, 42%
 Qwen3-8B 64K on 8 h100: tp 2, cp 4: 73 GiB, 28 s, 49%
-Qwen3-8B 256K on 64 h100: tp 4, cp 8, dp 2: 52 GiB, 9.7 s, 47%
+Qwen3-8B 256K on 64 h100: tp 2, cp 8, dp 4, shard weights, mlp tile 8192: 36 GiB, 9.7 s, 47%
 Qwen3-8B 1M on 64 h200: tp 2, cp 32, shard weights: 83 GiB, 34 s, 48%
 Llama-3.1-8B-Instruct 128K on 16 a100-80: tp 2, cp 4, dp 2, shard weights, optimizer offloaded: 74 GiB, 68 s, 46%
 Llama-3.1-8B-Instruct LoRA 1M on 32 b200: cp 32: 159 GiB, 27 s, 46%
-Qwen3-30B-A3B 64K on 16 h100: cp 2, dp 8, shard weights, recompute selective, activations offloaded: 49 GiB, 15 s, 41%
+Qwen3-30B-A3B 64K on 16 h100: cp 2, dp 8, shard weights, recompute selective, activations offloaded: 49 GiB, 15 s, 42%
 Qwen3-30B-A3B 256K on 128 h100: tp 4, cp 8, dp 4, shard weights: 54 GiB, 6.1 s, 44%
-Qwen3-30B-A3B LoRA 128K on 8 h100: cp 4, dp 2, recompute selective, activations offloaded: 66 GiB, 50 s, 44%
-gpt-oss-20b 128K on 16 h100: cp 2, dp 8, shard weights, recompute selective, activations offloaded: 49 GiB, 11 s, 38%
+Qwen3-30B-A3B LoRA 128K on 8 h100: cp 4, dp 2, recompute selective, activations offloaded: 66 GiB, 50 s, 45%
+gpt-oss-20b 128K on 16 h100: cp 2, dp 8, shard weights, recompute selective, activations offloaded: 49 GiB, 10 s, 38%
 gemma-3-27b-it 128K on 32 mi300x: tp 2, cp 8, dp 2, shard gradients: 151 GiB, 12 s, 43%
-Qwen3.6-27B 256K on 64 h200: tp 2, cp 8, dp 4, shard weights, mlp tile 8192: 117 GiB, 13 s, 40%
+Qwen3.6-27B 256K on 64 h200: tp 2, cp 8, dp 4, shard weights, mlp tile 8192: 117 GiB, 12 s, 41%
 """
 
 

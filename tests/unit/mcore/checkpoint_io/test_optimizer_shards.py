@@ -1,4 +1,4 @@
-"""A run of flat elements is cut into rectangular_chunks; and where a stored optimizer has its step."""
+"""Cutting a run of elements of a flat tensor into rectangular chunks, and finding the step in a stored optimizer."""
 
 from math import prod
 from typing import Any

@@ -1,5 +1,7 @@
 """Computes the reference loss: all logits at once, with megatron-core's vocab-parallel cross-entropy and autograd."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
@@ -18,19 +20,19 @@ def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: 
     if shard.softcap is not None:
         logits = shard.softcap * torch.tanh(logits / shard.softcap)
     labels = targets.labels.new_zeros(logits.shape[0]).index_copy(0, targets.rows, targets.labels)
-    # Copied, because core's function overwrites its input, and the log-sum-exp below reads the logits again.
-    real = torch.arange(logits.shape[1], device=logits.device) < shard.num_real
-    masked = torch.where(real, logits, -torch.inf)
     rows, own, further = targets.rows, targets.labels, targets.further
     if further is not None:
         more = rows[send(further.tokens, rows.device)]
+        own_scores, further_scores, logits = _scores_of(logits, more, (labels[more], further.labels), shard)
         rows, own = torch.cat((rows, more)), torch.cat((own, further.labels))
+    # Copied, because core's function overwrites its input, and the log-sum-exp below reads the logits again.
+    real = torch.arange(logits.shape[1], device=logits.device) < shard.num_real
+    masked = torch.where(real, logits, -torch.inf)
     correct = _correct(masked.detach()[rows], own - shard.first, shard)
     all_nll = _cross_entropy(masked, labels)
     nll = all_nll[targets.rows]
     if further is not None:  # the same log-sum-exp, and the scores of two labels
-        change = _scores_of(logits, more, labels[more], shard) - _scores_of(logits, more, further.labels, shard)
-        nll = torch.cat((nll, all_nll[more] + change))
+        nll = torch.cat((nll, all_nll[more] + own_scores - further_scores))
     lse = entropy = None
     if loss.z_loss_coef or loss.measures_entropy:
         with torch.set_grad_enabled(torch.is_grad_enabled() and bool(loss.z_loss_coef or loss.entropy_coef)):
@@ -45,15 +47,35 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return nll.squeeze(1)
 
 
-def _scores_of(logits: Tensor, rows: Tensor, labels: Tensor, shard: VocabShard) -> Tensor:
-    """The score of the label labels[i] in row rows[i] of logits [n, rows of this shard]: [m].
+def _scores_of(
+    logits: Tensor, rows: Tensor, labels: tuple[Tensor, Tensor], shard: VocabShard
+) -> tuple[Tensor, Tensor, Tensor]:
+    """logits [n, rows of this shard] -> the scores of two labels in each of these rows, [m] each, and the logits.
 
-    rows, labels: int64 [m]
+    rows: int64 [m]; labels: int64 [m] each.  Further operations must use the logits that are returned
     """
-    local = labels - shard.first
+    local = torch.cat(labels) - shard.first
     is_local = (local >= 0) & (local < shard.num_real)
-    own = logits[rows, local.clamp(0, logits.shape[1] - 1)]
-    return _sum_over_tp(torch.where(is_local, own, 0.0), shard)
+    scores, logits = _PickedScores.apply(logits, rows.repeat(2), local.clamp(0, logits.shape[1] - 1))
+    first, second = _sum_over_tp(torch.where(is_local, scores, 0.0), shard).chunk(2)
+    return first, second, logits
+
+
+class _PickedScores(torch.autograd.Function):
+    """logits [n, v], rows and columns int64 [m] -> logits[rows, columns], [m], and the logits.
+
+    Indexing would make a second gradient of all logits.  This adds the gradients of the scores to that of the logits,
+    which belongs to this function alone, because the logits that it returns are used by other operations only.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(rows, columns)
+        return logits[rows, columns], logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx: Any, dscores: Tensor, dlogits: Tensor) -> tuple[Tensor, None, None]:
+        return dlogits.index_put_(ctx.saved_tensors, dscores, accumulate=True), None, None
 
 
 def _correct(scores: Tensor, local: Tensor, shard: VocabShard) -> Tensor:

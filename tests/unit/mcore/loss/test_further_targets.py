@@ -1,6 +1,7 @@
 """Tokens with several targets: the loss and its gradients are those of separate tokens with equal hidden states."""
 
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -94,13 +95,15 @@ def test_logits_are_computed_once(group: dist.ProcessGroup) -> None:
     assert products.get_total_flops() == 3 * 2 * len(SUPERVISED) * WIDTH * PADDED
 
 
-def test_chunked_has_one_gradient_of_all_logits(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("impl", ["chunked", "full"])
+def test_all_logits_have_one_gradient(impl: Literal["chunked", "full"], group: dist.ProcessGroup) -> None:
     """Further targets take less memory than half of the logits, in chunks of one token."""
     peaks = []
+    loss = LossConfig(impl=impl, chunk_size=1 if impl == "chunked" else None)
     for targets in (targets_of(case()), replace(targets_of(case()), further=None)):
         hidden, weight = inputs_of(case())
         with Alive() as alive:
-            lm_loss(hidden, shard_of(weight, group), targets, LossConfig(impl="chunked", chunk_size=1))[0].backward()
+            lm_loss(hidden, shard_of(weight, group), targets, loss)[0].backward()
         peaks.append(alive.peak)
     assert peaks[0] - peaks[1] < TOKENS * PADDED * 4 / 2
 

@@ -22,6 +22,7 @@ from sft.data.template.replay import KeptResults
 from sft.data.template.sandbox import Sandbox
 from sft.data.template.sources import CONSTANT
 from sft.data.template.trace import Text
+from sft.data.work import Meter
 from sft.errors import DataError
 
 DATE = "2026-01-01"  # the default of data.date
@@ -116,7 +117,8 @@ class ChatTemplate:
               rendering uses them and adds its own
         """
         sandbox, template = self._compiled[-1 if inputs.tools else 0]
-        with self._refusing("refused the chat"):
+        copied = 0 if kept is None else kept.copied
+        with self._refusing("refused the chat"), self.meter as meter:
             output = Output([], [])
             numbers = {id(message): i for i, message in enumerate(inputs.messages)}
             sandbox.begin(inputs.containers, numbers, self._lists_of_run | {id(inputs.messages)})
@@ -131,7 +133,14 @@ class ChatTemplate:
                     **inputs.variables,
                 }
             )
-            return collected(template.root_render_func(context), lambda: sandbox.message, output)
+            rendering = collected(template.root_render_func(context), lambda: sandbox.message, output)
+            meter.characters += len(rendering.text) - (0 if kept is None else kept.copied - copied)
+            return rendering
+
+    @cached_property
+    def meter(self) -> Meter:
+        """The work of all renderings of this object."""
+        return Meter()
 
     @contextmanager
     def _refusing(self, outcome: str) -> Iterator[None]:

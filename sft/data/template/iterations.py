@@ -7,7 +7,8 @@ same result if these values are equal.  They are found in the syntax tree:
     names    values at the start of the loop of names that the template assigns, and of messages and
              add_generation_prompt
     keys     values at the start of the iteration: attributes of namespaces and of `loop`, items of lists, and whole
-             conditions that read nothing else, so that `loop.index0 > ns.last_query` depends on true or false only
+             conditions that read nothing else, so that `loop.index0 > ns.last_query` depends on true or false only.
+             Loops that only ask (`queries.py`) or that end early (`scans.py`) have keys of their own
     changes  attributes of namespaces and lists that the statement may change
 
 A statement that contains an expression that this module does not recognise is always executed.  `replay.py` keeps the
@@ -23,6 +24,7 @@ from jinja2 import nodes
 from sft.data.template.operations import LIST_METHODS
 from sft.data.template.prompt_inputs import PROMPT
 from sft.data.template.queries import DECIDING, PURE, Query, query_of
+from sft.data.template.scans import IndexScan, scan_of
 from sft.data.template.template_names import TemplateNames, at_the_top, is_fresh
 
 _LOOP = frozenset(("index", "index0", "first", "last", "length", "revindex", "revindex0", "previtem", "nextitem"))
@@ -45,7 +47,7 @@ class Reads:
     """
 
     names: dict[str, None] = field(default_factory=dict)
-    keys: list[nodes.Expr | Query] = field(default_factory=list)
+    keys: list[nodes.Expr | Query | IndexScan] = field(default_factory=list)
     changes: dict[tuple[str, str | None], None] = field(default_factory=dict)
 
 
@@ -89,12 +91,14 @@ class _Scope(NamedTuple):
     has_loop  whether `loop` is the loop of the statement
     in_macro  whether the expression is in a macro that the statement calls
     fresh     local names of a macro that get a new namespace before they are used
+    scanned   lists, each with the index that a scan around the expression gives it
     """
 
     local: frozenset[str]
     has_loop: bool
     in_macro: bool
     fresh: frozenset[str] = frozenset()
+    scanned: frozenset[tuple[str, str]] = frozenset()
 
 
 class _Reader:
@@ -163,6 +167,8 @@ class _Reader:
         match node:
             case nodes.Name(ctx="load"):
                 self._name(node.name, scope)
+            case nodes.Getitem(node=nodes.Name(name=items), arg=nodes.Name(name=at)) if (items, at) in scope.scanned:
+                pass
             case nodes.Getattr(node=nodes.Name(name="loop")) | nodes.Getitem(node=nodes.Name(name="loop")):
                 if scope.has_loop:
                     if not self._is_known(node, scope):
@@ -224,10 +230,25 @@ class _Reader:
         if query is not None and self._is_known(query.items, scope):
             self._key(query, scope)
             return
+        scan = self._scan_of(loop, scope)
+        if scan is not None:
+            self.reads.keys.append(scan)
+            scanned = scope.scanned | {(scan.items.name, scan.target)}
+            for child in loop.body:
+                self._read(child, scope._replace(has_loop=False, scanned=scanned))
+            return
         for child in loop.iter_child_nodes(exclude=("body",)):
             self._read(child, scope)
         for child in loop.body:
             self._read(child, scope._replace(has_loop=False))
+
+    def _scan_of(self, loop: nodes.For, scope: _Scope) -> IndexScan | None:
+        """The loop as a scan over a list that has the same value at the start of the statement; None if it is none."""
+        if scope.in_macro or self.template.changes_lists or "range" in self.tracked | scope.local:
+            return None
+        scan = scan_of(loop, self.template.unshared & (scope.local - self.tracked))  # namespaces that no macro sees
+        values = () if scan is None else (scan.items, *scan.indices.args)
+        return scan if all(self._is_known(value, scope) for value in values) else None
 
     def _key(self, key: nodes.Expr | Query, scope: _Scope) -> None:
         """Adds a key, unless its value is the same in all renderings of a chat."""

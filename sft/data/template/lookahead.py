@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from jinja2 import nodes
 
-from sft.data.template.iterations import Query
+from sft.data.template.queries import Query
+from sft.data.template.scans import IndexScan
 
 _AT = {"index0": 0, "index": 1}  # attributes of `loop`, as an index relative to the message
 _BEFORE = frozenset((*_AT, "first", "previtem"))
@@ -45,13 +46,15 @@ class _Far(Exception):
     """The error for a key that may depend on all messages."""
 
 
-def lookahead(keys: Sequence[nodes.Expr | Query], target: str) -> Lookahead | None:
+def lookahead(keys: Sequence[nodes.Expr | Query | IndexScan], target: str) -> Lookahead | None:
     """The values that the keys of a loop read; None if they are not known.  target: the name of the loop's item"""
     finder = _Finder(target)
     try:
         for position, key in enumerate(keys):
             if isinstance(key, Query):
                 finder.read_query(position, key.items)
+            elif isinstance(key, IndexScan):
+                return None
             else:
                 finder.read(key)
     except _Far:

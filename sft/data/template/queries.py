@@ -49,20 +49,21 @@ def query_of(loop: nodes.For, taken: Set[str]) -> Query | None:
             case nodes.Assign(target=nodes.NSRef(name=name), node=nodes.Const(value=value)) if name not in taken:
                 if isinstance(value, str):
                     return None  # a text would get the item's message as its writer
-            case nodes.Output() as output if _is_blank(output):
+            case nodes.Output() as output if is_blank(output):
                 pass
             case _:
                 return None
-    if any(not _reads_only(loop.target.name, test) for test in tests):
+    if any(not reads_only(loop.target.name, test) for test in tests):
         return None
     return Query(loop.iter, loop.target.name, tuple(tests))
 
 
-def _reads_only(item: str, node: nodes.Node) -> bool:
+def reads_only(item: str, node: nodes.Node) -> bool:
     """Whether an expression reads nothing but the item."""
     is_pure = node.name == item if isinstance(node, nodes.Name) else isinstance(node, PURE)
-    return is_pure and all(_reads_only(item, child) for child in node.iter_child_nodes())
+    return is_pure and all(reads_only(item, child) for child in node.iter_child_nodes())
 
 
-def _is_blank(output: nodes.Output) -> bool:
+def is_blank(output: nodes.Output) -> bool:
+    """Whether a text of the template writes nothing."""
     return all(isinstance(node, nodes.TemplateData) and not node.data for node in output.nodes)

@@ -42,7 +42,8 @@ class KeptResults:
     passes      {values at the start of a loop: its iterations}
     tries       {number of a statement: executions since a result of it was last used, from -TRIES}
     characters  number of characters of all results; executed, replayed, written: statements that were executed, or
-                whose results were used again, and characters that executed ones wrote
+                whose results were used again, and characters that executed ones wrote; copied: characters of results
+                that were used again
     """
 
     results: dict[tuple[Any, ...], Result] = field(default_factory=dict)
@@ -54,6 +55,7 @@ class KeptResults:
     executed: int = 0
     written: int = 0
     replayed: int = 0
+    copied: int = 0
 
 
 class _Start(NamedTuple):
@@ -187,6 +189,7 @@ class Replay(ValueKeys):
         for (owner, attribute), value in zip(changes, result.left, strict=True):
             _leave(owner, attribute, value)
         kept.replayed += 1
+        kept.copied += len(result.text)
         kept.tries[number] = -TRIES
         self._stepped(key, result)
         self.tick(len(result.text))
@@ -236,6 +239,21 @@ class Replay(ValueKeys):
             outcomes.setdefault(known[key], None)
         return tuple(outcomes)
 
+    def scan(self, items: Any, indices: Any, stops: _Outcome) -> tuple[int, ...]:
+        """The indices and the ids of the items of a scan, up to the first item that stops it."""
+        if type(items) is not list or type(indices) is not range:
+            raise Incomparable
+        passed: list[int] = []
+        for index in indices:
+            self.step(1)
+            item = items[index]
+            if id(item) not in self.messages:
+                raise Incomparable
+            passed += [index, id(item)]
+            if any(stops(item)):
+                break
+        return tuple(passed)
+
     def _start(self, names: tuple[Any, ...]) -> _Start | None:
         """The start of a statement with these values of names; None if they cannot be compared."""
         lists: list[int] = []
@@ -280,6 +298,7 @@ class Replay(ValueKeys):
         self.message = steps[-1][0][2]
         walk.position = walk.num_equal - 1
         kept.replayed += len(steps)
+        kept.copied += len(parts[-1])
         kept.tries[steps[0][0][0]] = -TRIES
         self.step(len(steps))
         self.tick(len(parts[-1]))

@@ -11,11 +11,15 @@
 `iterations.py` finds the statements and what they read, and `replay.py` has the methods.
 """
 
+from collections.abc import Sequence
+
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
 
-from sft.data.template.iterations import Query, Reads
+from sft.data.template.iterations import Reads
 from sft.data.template.lookahead import lookahead
+from sft.data.template.queries import Query
+from sft.data.template.scans import IndexScan
 
 
 class StatementCompiler(CodeGenerator):
@@ -46,7 +50,7 @@ class StatementCompiler(CodeGenerator):
                 query = reads.keys[position]
                 assert isinstance(query, Query)
                 self.write(f"('{number}.{position}', {looks.lists.index(name)}, ")
-                self._outcome(query, frame)
+                self._outcome(query.target, query.tests, frame)
                 self.write("), ")
             self.write("))")
         self.write(")")
@@ -80,7 +84,15 @@ class StatementCompiler(CodeGenerator):
                 self.write(f"environment.query('{number}.{position}', ")
                 self.visit(key.items, frame)
                 self.write(", ")
-                self._outcome(key, frame)
+                self._outcome(key.target, key.tests, frame)
+                self.write(")")
+            elif isinstance(key, IndexScan):
+                self.write("environment.scan(")
+                self.visit(key.items, frame)
+                self.write(", ")
+                self.visit(key.indices, frame)
+                self.write(", ")
+                self._outcome(key.target, () if key.stops is None else (key.stops,), frame)
                 self.write(")")
             else:
                 self.visit(key, frame)
@@ -94,11 +106,11 @@ class StatementCompiler(CodeGenerator):
             self.visit(nodes.Name("loop", "load"), frame)
         self.write(")")
 
-    def _outcome(self, query: Query, frame: Frame) -> None:
-        """Generates a function of an item that returns the values of a query's conditions."""
+    def _outcome(self, target: str, tests: Sequence[nodes.Expr], frame: Frame) -> None:
+        """Generates a function of an item, with the name `target`, that returns the values of conditions."""
         inside = frame.inner()
-        self.write(f"lambda {inside.symbols.declare_parameter(query.target)}: (")
-        for test in query.tests:
+        self.write(f"lambda {inside.symbols.declare_parameter(target)}: (")
+        for test in tests:
             self.visit(test, inside)
             self.write(", ")
         self.write(")")
@@ -145,4 +157,10 @@ def mark_kept(statement: nodes.For | nodes.Output, number: int, reads: Reads) ->
 def _parts(reads: Reads) -> list[nodes.Expr]:
     """The expressions that are computed before a statement: the owners of changes, and the keys."""
     owners = [nodes.Name(name, "load") for name, _ in reads.changes]
-    return [*owners, *(key.items if isinstance(key, Query) else key for key in reads.keys)]
+    values: list[nodes.Expr] = []
+    for key in reads.keys:
+        if isinstance(key, IndexScan):
+            values += [key.items, key.indices]
+        else:
+            values.append(key.items if isinstance(key, Query) else key)
+    return [*owners, *values]

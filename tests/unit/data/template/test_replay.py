@@ -1,15 +1,15 @@
 """Renderings of a chat up to each of its turns: with kept results of statements, each equals a rendering by itself, and
 the characters that the template writes grow linearly with turns."""
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from sft.data.template import replay
-from sft.data.template.chat_template import ChatTemplate, Refused
+from sft.data.template.chat_template import ChatTemplate
 from sft.data.template.rendering import trace_inputs
 from sft.data.template.replay import KeptResults
+from tests.unit.data.template.replaying import both
 from tests.unit.data.traces import TOOLS, trace
 from tests.unit.fixtures.folder import template as fixture
 from tests.unit.released_chats import Message, for_transformers
@@ -19,22 +19,6 @@ SMALL = [{"role": "system", "content": "S"}, *trace(3, 2)]
 CHAT: list[Message] = [
     {"role": "user" if i % 2 == 0 else "assistant", "content": f"c{i}", "reasoning_content": f"r{i}"} for i in range(8)
 ]
-
-
-def both(source: str, messages: Sequence[Message], tools: Any, kept: KeptResults) -> Iterator[tuple[Any, Any]]:
-    """Yields the renderings of the first messages, alone and with kept results; the error in place of one that is
-    refused."""
-    made = ChatTemplate(source, "t", {"bos_token": "<s>", "eos_token": "</s>", "sep": "|"})
-    inputs = trace_inputs(messages, tools, None, {})
-    for stop in range(1, len(messages) + 1):
-        for prompt in (False, True):
-            first, results = inputs._replace(messages=inputs.messages[:stop]), []
-            for known in (None, kept):
-                try:
-                    results.append(made.rendered(first, prompt=prompt, kept=known))
-                except Refused as error:
-                    results.append(str(error))
-            yield results[0], results[1]
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.template)
@@ -55,6 +39,9 @@ MOST = {
     "glm4moe": (1.1, 3.0),
     "gptoss": (4.9, 5.2),
     "deepseekv3": (1.0, 1.0),
+    "qwen3_5_think": (1.8, 4.3),
+    "gemma4": (1.8, 4.4),
+    "gemma4_v5": (1.8, 4.6),
 }
 FIXTURES = {"kimi": (3.0, 3.0)}
 
@@ -235,6 +222,17 @@ def test_what_is_executed() -> None:
     kept = KeptResults()
     assert all(a == b for a, b in both(TRICKY["end"], CHAT, None, kept))
     assert (kept.executed, kept.replayed) == (36, 36)  # only the prompt repeats the chat
+
+
+def test_characters_that_are_written_again_count_once() -> None:
+    """8 messages as the last one, of 3 characters, and 7 as another, of 2: 38, of 80 in all renderings."""
+    made, kept, inputs = ChatTemplate(TRICKY["last"], "t", {}), KeptResults(), trace_inputs(CHAT, None, None, {})
+    lengths = [
+        len(made.rendered(inputs._replace(messages=inputs.messages[:stop]), kept=kept).text) for stop in range(1, 9)
+    ]
+    assert (sum(lengths), made.meter.characters, kept.written, kept.copied) == (80, 38, 38, 42)
+    made.rendered(inputs)
+    assert made.meter.characters == 38 + 17
 
 
 def test_results_that_never_help_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,8 @@ class Tree:
                   the text contains
     spans         int64 [spans, 3]: text, start, stop.  The text supervises tokens[start:stop] of the sample
     span_weights  float32 [spans], above 0, weight of the span's tokens
+    repeated      bool [spans]: an earlier sample of the same row supervises the span's tokens, because the tree of the
+                  row was too large for a pack; None: no span
     """
 
     starts: np.ndarray
@@ -39,6 +41,7 @@ class Tree:
     ends: np.ndarray
     spans: np.ndarray
     span_weights: np.ndarray
+    repeated: np.ndarray | None = None
 
     @property
     def num_rendered(self) -> int:

@@ -2,11 +2,12 @@
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sft.console import Console
+from sft.data.work import Work
 from sft.recipe.needs import check_paths
 from sft.recipe.resolved import Recipe
 
@@ -20,16 +21,21 @@ class PreparedSet:
 
     num_samples     number of samples, that is, rows and windows of rows
     num_tokens      tokens of all samples, without padding
-    num_supervised  supervised labels of all samples
+    num_supervised  supervised labels of all samples; a label counts for each text of a tree
+    num_repeated    labels of these that loss.shared = once leaves out
     longest         tokens of the longest text of a sample
     digest          SHA-256 of tokens, weights and order; it does not depend on file names, machine or cache folder
+    work            seconds of the chat template and of the tokenizer, and characters that the template wrote, summed
+                    over processes; None: an earlier call tokenised all files
     """
 
     num_samples: int
     num_tokens: int
     num_supervised: int
+    num_repeated: int
     longest: int
     digest: str
+    work: Work | None = field(compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +87,8 @@ def _facts(corpus: "Corpus") -> PreparedSet:
         num_samples=len(corpus),
         num_tokens=int(corpus.lengths.sum()),
         num_supervised=int(corpus.num_supervised.sum()),
+        num_repeated=int(corpus.num_repeated.sum()),
         longest=corpus.longest,
         digest=corpus.digest,
+        work=sum(corpus.work.values(), Work()) if corpus.work else None,
     )

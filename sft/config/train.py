@@ -82,7 +82,7 @@ class LossConfig(Section):
     """Weight of each supervised token of a sample with n of them: 1, 1 / n or 1 / sqrt(n)."""
     shared: Literal["each", "once"] = "each"
     """How often a token counts that several texts of a tree supervise (data.turns, completions).  each: once for each
-    text, as if texts were separate samples.  once: once for each sample."""
+    text, as if texts were separate samples.  once: for the first text only, also in a tree that is split."""
     denominator: Literal["weights", "tokens"] = "weights"
     """Divisor of the weighted sum of losses of the global batch: the sum of weights, or the number of supervised
     tokens."""

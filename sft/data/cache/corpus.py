@@ -22,6 +22,7 @@ from sft.data.cache.store import Store, open_store
 from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.read.named_dataset import LoadedDataset
 from sft.data.read.rows import DataFile, row_name
+from sft.data.work import Work
 from sft.errors import DataError, first_few
 from sft.files.atomic_files import unusable
 from sft.parallel.shapes import SampleSizes, Shapes, longest
@@ -38,7 +39,9 @@ class Corpus:
     sources         names of the sources, each once
     lengths         int64 [n], number of stored tokens of each sample
     num_supervised  int64 [n], number of supervised labels of each sample; a label counts for each text of a tree
+    num_repeated    int64 [n], number of these labels that do not count with loss.shared = once
     row_reports     the row report of each file or dataset
+    work            the work of tokenising each file that this process has prepared, not those that were in the cache
     digest          depends on tokens, weights and order of samples, not on file names or the cache folder
     """
 
@@ -49,9 +52,16 @@ class Corpus:
         self.num_supervised: np.ndarray = np.concatenate(
             [store.rows["supervised"][lines] for store, lines in zip(stores, self._lines, strict=True)]
         )
+        self.num_repeated: np.ndarray = np.concatenate(
+            [
+                np.zeros(len(lines), np.int64) if store.trees is None else store.trees.repeated
+                for store, lines in zip(stores, self._lines, strict=True)
+            ]
+        )
         self.digest = hashlib.sha256("".join(store.digest for store in stores).encode()).hexdigest()
         self.row_reports = {path: store.row_report for path, store in zip(paths, stores, strict=True)}
         self.files = list(paths)
+        self.work: dict[DataFile, Work] = {}
         names = names or file_names(self.files)
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         self.sources: tuple[str, ...] = tuple(numbers)

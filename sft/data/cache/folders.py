@@ -32,7 +32,7 @@ ENCODING = "2: the sources of characters decide masks, and text that a template 
 # Version of the code that decides which rows are unusable.  Only names of stores with on_bad_row = skip depend on it.
 REFUSALS = "4: a prompt with a list of one completion is a chat"
 # Version of the code that renders each turn and makes trees.  Only names of stores with turns = each depend on it.
-TREES = "1: each supervised turn is the last one of a text"
+TREES = "2: samples of a split tree know the tokens that an earlier one supervises"
 _SETTINGS = ("seq_length", "doc_multiple", "over_long", "on_bad_row", "supervise", "supervise_inserted")
 Stamp = tuple[tuple[int, int], ...]
 

@@ -35,6 +35,7 @@ from sft.data.cache.vocabulary import check_ids
 from sft.data.cache.workers import FileJob, PartResult, make_parts, part_path, part_ranges, read_part
 from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.read.rows import DataFile, index_rows, row_name
+from sft.data.work import Work
 from sft.errors import DataError, SftError
 from sft.files import open_files
 from sft.files.atomic_files import unusable
@@ -69,6 +70,7 @@ def prepare(
     folders = [store_folder(cache_dir, file, data, tokenizer) for file in files]
     stores: dict[Path, Store] = {}
     jobs: dict[Path, FileJob] = {}
+    work: dict[Path, Work] = {}
     try:
         for file, folder, stamp_before in zip(files, folders, stamps, strict=True):
             if folder in stores or folder in jobs:  # an earlier file has the same content
@@ -78,10 +80,13 @@ def prepare(
                 jobs[folder] = _plan_job(file, folder, stamp_before, data, tokenizer)
             else:
                 stores[folder] = store
-        stores |= _tokenise(list(jobs.values()), num_processes(data), console, refuse=data.on_omitted == "error")
+        made = _tokenise(list(jobs.values()), num_processes(data), console, refuse=data.on_omitted == "error")
+        for folder, (store, work[folder]) in made.items():
+            stores[folder] = store
     except OSError as error:
         raise _failure(cache_dir, error) from error
     corpus = make_corpus(files, [stores[folder] for folder in folders], data, names)
+    corpus.work = {file: work[folder] for file, folder in zip(files, folders) if folder in work}
     corpus.check_omitted(data, tokenizer)
     return corpus
 
@@ -190,8 +195,12 @@ class _UnusableRows(Exception):
         self.job = job
 
 
-def _tokenise(jobs: Sequence[FileJob], num_workers: int, console: Console, *, refuse: bool) -> dict[Path, Store]:
-    """Makes the stores of the files.  Processes make parts; a store is written as soon as its last part is complete.
+def _tokenise(
+    jobs: Sequence[FileJob], num_workers: int, console: Console, *, refuse: bool
+) -> dict[Path, tuple[Store, Work]]:
+    """Makes the stores of the files, and adds up the work of their parts.
+
+    Processes make parts; a store is written as soon as its last part is complete.
 
     refuse: whether texts that a chat template leaves out are an error
     """
@@ -212,7 +221,7 @@ def _tokenise(jobs: Sequence[FileJob], num_workers: int, console: Console, *, re
 
 def _tokenise_file(
     job: FileJob, parts: Iterable[PartResult], console: Console, started: float, *, refuse: bool
-) -> Store:
+) -> tuple[Store, Work]:
     results: list[PartResult] = []
     rejects: list[Reject] = []
     num_tokens = 0
@@ -228,8 +237,10 @@ def _tokenise_file(
     store = _assemble(job, results)
     num_kept = sum(result.was_there for result in results)
     continued = f", {num_kept:,} of {len(results):,} parts reused" if num_kept else ""
-    console.say(f"{job.file}: {store.row_report} (tokenised in {time.monotonic() - started:.1f} s{continued})")
-    return store
+    work = sum((result.work for result in results), Work())
+    spent = f"; {work}" if work != Work() else ""
+    console.say(f"{job.file}: {store.row_report} (tokenised in {time.monotonic() - started:.1f} s{continued}{spent})")
+    return store, work
 
 
 def _check_rows(job: FileJob, result: PartResult, rejects: Sequence[Reject]) -> None:

@@ -32,7 +32,7 @@ LINE = np.dtype(
     ]
 )
 # Fields of a report that a store has only with data.turns = each
-OF_TREES = ("trees", "texts", "tokens_rendered", "tokens_of_trees")
+OF_TREES = ("trees", "texts", "tokens_rendered", "tokens_of_trees", "supervised_repeated")
 _ROWS_LISTED = 100
 _REASONS_LISTED = 20
 _PARTICULARS = re.compile(r'"(?:[^"\\]|\\.)*"|\'[^\']*\'|\d[\d,.]*')
@@ -92,6 +92,8 @@ class RowReport:
     variables     names of variables that rows give to the chat template
     trees         samples with several texts (data.turns = each).  A tree that does not fit into a pack is made into
                   several samples, which count as windows.
+    supervised_repeated  labels beyond the first of a token, which further texts of the row supervise.  supervised_kept
+                  includes them.  They have no loss if loss.shared = once.
     Lists of rows name at most the first 100 rows.
     """
 
@@ -134,14 +136,23 @@ class RowReport:
     texts: int = 0  # number of texts of all trees
     tokens_rendered: int = 0  # tokens of all texts of all trees, as if each text were stored by itself
     tokens_of_trees: int = 0  # stored tokens of all trees
+    supervised_repeated: int = 0
+
+    @property
+    def supervised_tokens(self) -> int:
+        """Number of stored tokens that a text supervises; of a token that samples of a tree repeat, one counts."""
+        return self.supervised_kept - self.supervised_repeated
+
+    @property
+    def supervised_share(self) -> float:
+        """Share of the stored tokens that a text supervises."""
+        return self.supervised_tokens / max(1, self.tokens_kept)
 
     def __str__(self) -> str:
-        share = f"{100 * self.supervised_kept / max(1, self.tokens_kept):.1f}% supervised"
-        of_texts = f"{self.supervised_kept:,} labels"  # several texts may supervise one token of a tree
-        text = (
-            f"{self.samples:,} samples, {self.tokens_kept:,} tokens ({of_texts if self.trees else share}), "
-            f"longest {self.longest:,}"
-        )
+        share = f"{100 * self.supervised_share:.1f}% supervised"
+        if self.supervised_repeated:
+            share += f"; {self.supervised_tokens:,} tokens have {self.supervised_kept:,} labels"
+        text = f"{self.samples:,} samples, {self.tokens_kept:,} tokens ({share}), longest {self.longest:,}"
         if self.trees:
             text += f"; {describe_trees(self.trees, self.texts, self.tokens_rendered, self.tokens_of_trees)}"
         if self.rows_packed:

@@ -3,7 +3,8 @@
     trees      TREE [samples]        numbers of documents, texts and spans of each sample
     documents  DOCUMENT [documents]  the documents of all samples, in order
     texts      TEXT [texts]          the texts of all samples, in order
-    spans      SPAN [spans]          the supervised spans of all texts, in order
+    spans      SPAN [spans]          the supervised spans of all texts, in order; `text` is ~number of the text if an
+                                     earlier sample of the row supervises the span
 
 A sample without a tree has one document, no text and no span.
 
@@ -40,12 +41,16 @@ DTYPES = TREE, DOCUMENT, TEXT, SPAN
 
 
 class TreeCounts(NamedTuple):
-    """Numbers of the samples that are trees, of their texts, of the tokens of all texts, and of their stored tokens."""
+    """Numbers of the samples that are trees, of their texts, of the tokens of all texts, and of their stored tokens.
+
+    repeated  number of labels beyond the first of each token: further texts of the row supervise the same token
+    """
 
     trees: int = 0
     texts: int = 0
     rendered: int = 0
     stored: int = 0
+    repeated: int = 0
 
 
 def to_tables(trees: Sequence[Tree | None], lengths: Sequence[int]) -> TreeTables:
@@ -63,7 +68,10 @@ def to_tables(trees: Sequence[Tree | None], lengths: Sequence[int]) -> TreeTable
         branches = tree.branches
         documents += zip(np.diff(tree.starts).tolist(), branches.parents, branches.forks, branches.depths, strict=True)
         texts += map(tuple, tree.ends.tolist())
-        spans += [(*span, weight) for span, weight in zip(tree.spans.tolist(), tree.span_weights, strict=True)]
+        of_texts = tree.spans.copy()
+        if tree.repeated is not None:
+            of_texts[tree.repeated, 0] = ~of_texts[tree.repeated, 0]
+        spans += [(*span, weight) for span, weight in zip(of_texts.tolist(), tree.span_weights, strict=True)]
     rows = counts, documents, texts, spans
     return TreeTables(*(np.array(table, dtype=dtype) for table, dtype in zip(rows, DTYPES, strict=True)))
 
@@ -82,12 +90,14 @@ class Trees:
             return None
         documents = self.tables.documents[first:stop]
         texts, spans = self.tables.texts[first_text:stop_text], self.tables.spans[first_span:stop_span]
+        repeated = spans["text"] < 0
         return Tree(
             starts=np.cumsum([0, *documents["length"]]),
             branches=Branches.of(documents["parent"], documents["fork"]),
             ends=np.stack([texts["document"], texts["tokens"]], axis=1),
-            spans=np.stack([spans[name] for name in ("text", "start", "stop")], axis=1),
+            spans=np.stack([np.where(repeated, ~spans["text"], spans["text"]), spans["start"], spans["stop"]], axis=1),
             span_weights=np.ascontiguousarray(spans["weight"]),
+            repeated=repeated,
         )
 
     def counts(self) -> TreeCounts:
@@ -97,7 +107,27 @@ class Trees:
         of_text = np.repeat(firsts[:-1], self.tables.trees["texts"]) + self.tables.texts["document"]
         rendered = self.tables.documents["depth"][of_text] + self.tables.texts["tokens"]
         lengths = self.tables.documents["length"][np.repeat(has_tree, self.tables.trees["documents"])]
-        return TreeCounts(int(has_tree.sum()), len(of_text), int(rendered.sum()), int(lengths.sum()))
+        repeated = int(self.repeated.sum())
+        return TreeCounts(int(has_tree.sum()), len(of_text), int(rendered.sum()), int(lengths.sum()), repeated)
+
+    @cached_property
+    def repeated(self) -> np.ndarray:
+        """int64 [samples]: number of labels beyond the first of each token, which count only with loss.shared = each.
+
+        Spans 2 to 6 and 4 to 9 of two texts -> 2;  if an earlier sample supervises 4 to 9 -> 5
+        """
+        spans, num_samples = self.tables.spans, len(self.tables.trees)
+        sample = np.repeat(np.arange(num_samples), self.tables.trees["spans"])
+        lengths = spans["stop"] - spans["start"]
+        is_first = spans["text"] >= 0
+        sample, start, stop = sample[is_first], spans["start"][is_first], spans["stop"][is_first]
+        shift = sample * (int(spans["stop"].max(initial=0)) + 1)  # spans of different samples do not overlap
+        order = np.lexsort((start, sample))
+        start, stop, sample = (start + shift)[order], (stop + shift)[order], sample[order]
+        before = np.maximum.accumulate(np.concatenate([[0], stop]))[:-1]  # the end of all earlier spans
+        once = np.bincount(sample, np.maximum(stop - np.maximum(start, before), 0), minlength=num_samples)
+        labels = np.bincount(np.repeat(np.arange(num_samples), self.tables.trees["spans"]), lengths, num_samples)
+        return (labels - once).astype(_INT)
 
     @cached_property
     def _starts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

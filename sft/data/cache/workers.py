@@ -30,6 +30,7 @@ from sft.data.cache.row_report import Reject
 from sft.data.cache.tree_tables import TreeTables
 from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer, template_name
 from sft.data.read.rows import DataFile, RowIndex, read_rows, row_name
+from sft.data.work import Work
 from sft.errors import DataError
 
 # With small parts, a killed preparation loses only seconds of work, and all processes end at about the same time.  The
@@ -69,6 +70,7 @@ class PartResult(NamedTuple):
     omitted: RowOmission | None = None  # the first omission of the part
     was_there: bool = False  # whether another preparation, earlier or concurrent, made the part
     error: str | None = None  # begins with the name of a row
+    work: Work = Work()  # of the process that made the part now
 
 
 def part_ranges(index: RowIndex) -> tuple[tuple[int, int], ...]:
@@ -96,7 +98,7 @@ def make_part(job: FileJob, number: int) -> PartResult:
     """
     path, (start, stop) = part_path(job, number), job.ranges[number]
     encoded = read_part(path, has_trees=job.data.turns == "each")
-    was_there = encoded is not None
+    was_there, before = encoded is not None, job.tokenizer.work
     if encoded is None:
         try:
             encoded = encode_rows(read_rows(job.file, job.index, start, stop), job.file, job.data, job.tokenizer)
@@ -108,7 +110,8 @@ def make_part(job: FileJob, number: int) -> PartResult:
         check_unchanged(job.file, job.stamp)
         _write_part(path, encoded)
     weights, omitted = tuple(encoded.weights.tolist()), next(iter(encoded.omitted), None)
-    return PartResult(stop - start, len(encoded.tokens), weights, encoded.rejects, omitted, was_there)
+    work = job.tokenizer.work.since(before)
+    return PartResult(stop - start, len(encoded.tokens), weights, encoded.rejects, omitted, was_there, work=work)
 
 
 def part_path(job: FileJob, number: int) -> Path:

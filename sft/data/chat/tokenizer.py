@@ -25,6 +25,7 @@ from sft.data.template.chat_template import ChatTemplate
 from sft.data.tokenizer.files import TokenizerFiles
 from sft.data.tokenizer.reading import read_tokenizer
 from sft.data.tokenizer.text_tokenizer import TextTokenizer
+from sft.data.work import Meter, Work
 from sft.errors import DataError
 from sft.files.folder_files import CONFIG_BYTES, UnsafeFileError, read_file
 
@@ -43,6 +44,11 @@ class ByteTokenizer:
     pad_id: int = BYTE_CONTROL["<|pad|>"]
     end_of_turn: str = "<|im_end|>"
     digest: str = hashlib.sha256(b"sft byte tokenizer 1").hexdigest()
+
+    @property
+    def work(self) -> Work:
+        """Nothing: its template is built in, and its tokens are bytes."""
+        return Work()
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of `ids`, with control ids as their names.  Invalid UTF-8 becomes U+FFFD."""
@@ -72,6 +78,12 @@ class FolderTokenizer(TextTokenizer):
                 "with data.chat_template: a Jinja file, such as chat_template.jinja of a chat model."
             )
         return self.chat_template
+
+    @property
+    def work(self) -> Work:
+        """The work of this object so far."""
+        rendering = Meter() if self.chat_template is None else self.chat_template.meter
+        return Work(template_s=rendering.seconds, tokenizer_s=self.meter.seconds, characters=rendering.characters)
 
     @cached_property
     def habits(self) -> Habits:

@@ -74,7 +74,7 @@ def grow(texts: Sequence[TreeText]) -> Grown:
     starts = np.cumsum([0, *(len(document.tokens) for document in documents)])
     branches = Branches.of(parents, [document.fork for document in documents])
     bare = Tree(starts, branches, text_ends, np.empty((0, 3), np.int64), np.empty(0, np.float32))
-    spans = [_spans(number, text.weights, text_positions(bare, number)) for number, text in enumerate(texts)]
+    spans = [spans_of(number, text.weights, text_positions(bare, number)) for number, text in enumerate(texts)]
     weights = np.zeros(int(starts[-1]), dtype=np.float32)
     of_spans = np.concatenate([weight for _, weight in spans])
     bounds = np.concatenate([bound for bound, _ in spans])
@@ -136,8 +136,11 @@ def _in_order(document: _Document) -> list[_Document]:
     return sorted(document.branches, key=lambda branch: (branch.fork, branch.first), reverse=True)
 
 
-def _spans(number: int, weights: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The spans of a text's supervised tokens, int64 [spans, 3], and their weights, float32 [spans], as in `Tree`."""
+def spans_of(number: int, weights: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The spans of a text's supervised tokens, int64 [spans, 3], and their weights, float32 [spans], as in `Tree`.
+
+    positions: int64 [n], of the text's tokens in the sample
+    """
     edges = np.flatnonzero((np.diff(weights) != 0) | (np.diff(positions) != 1)) + 1
     starts, stops = np.concatenate([[0], edges]), np.concatenate([edges, [len(weights)]])
     used = weights[starts] > 0

@@ -16,6 +16,7 @@ from sft.data.cache.corpus import Corpus, file_names
 from sft.data.cache.omissions import FileOmission, add_up
 from sft.data.cache.unused_keys import KeyCounter
 from sft.data.read.rows import DataFile
+from sft.data.work import Work
 from sft.parallel.alignment import aligned
 
 # Fields of a row report that `counts_of` adds up.
@@ -24,6 +25,7 @@ _ADDED = (
     *("supervised_cut", "rows_dropped", "tokens_dropped", "supervised_dropped", "rows_skipped", "chats"),
     *("rows_unwanted", "rows_packed", "documents", "rows_padded", "tokens_padding"),
     *("documents_unsupervised", "tokens_unsupervised", "trees", "texts", "tokens_rendered", "tokens_of_trees"),
+    "supervised_repeated",
 )
 
 
@@ -70,6 +72,7 @@ class FileCounts:
     """Counts of the rows of one data file, or of several.
 
     samples, tokens, supervised          samples made of the rows, their tokens, and their supervised labels
+    supervised_share                     share of the tokens that are supervised, however many texts of a tree do it
     tokens_repeated                      tokens that an earlier window of the same row also contains; part of `tokens`
     full_tokens, p50, p90, p99, longest  sum and quantiles of the lengths that rows have before they are cut or dropped
     rows_cut ... supervised_dropped      what data.over_long changed; tokens_cut includes tokens that no window contains
@@ -119,9 +122,11 @@ class FileCounts:
     texts: int  # texts of these samples
     tokens_rendered: int  # tokens of these texts, as separate samples
     tokens_of_trees: int  # stored tokens of these samples
+    supervised_repeated: int  # labels beyond the first of a token; included in `supervised`
     unused: tuple[tuple[str, int], ...]  # (key that nothing reads, number of rows with it), the most frequent first
     unused_others: int  # sum of the numbers of rows of all further keys
     spelled: tuple[tuple[str, int], ...]  # (control token that stayed text, with its role; number of such rows)
+    work: Work | None  # of tokenising the files in this call; null: all were in the cache
 
 
 def of_files(data: DataSet) -> list[FileCounts]:
@@ -151,6 +156,7 @@ def counts_of(
     p50, p90, p99 = quantiles(full)
     tokens = sum(report.tokens_kept for report in reports)
     supervised = sum(report.supervised_kept for report in reports)
+    supervised_tokens = sum(report.supervised_tokens for report in reports)
     omitted = [omission for report in reports for omission in report.omitted]
     reasons: Counter[str] = Counter()
     unused = KeyCounter()
@@ -166,7 +172,7 @@ def counts_of(
         source=source,
         tokens=tokens,
         supervised=supervised,
-        supervised_share=supervised / max(1, tokens),
+        supervised_share=supervised_tokens / max(1, tokens),
         full_tokens=int(full.sum()),
         p50=p50,
         p90=p90,
@@ -177,9 +183,15 @@ def counts_of(
         omitted=reports[0].omitted if len(reports) == 1 else add_up(omitted, rows_listed=0),
         unused=unused.listed,
         spelled=tuple(sorted(spelled.items(), key=lambda item: (-item[1], item[0]))),
+        work=_sum([data.corpus.work.get(data.paths[i]) for i in chosen]),
         unused_others=unused.others + sum(report.unused_others for report in reports),
         **{field: sum(getattr(report, field) for report in reports) for field in _ADDED},
     )
+
+
+def _sum(works: Sequence[Work | None]) -> Work | None:
+    known = [work for work in works if work is not None]
+    return sum(known, Work()) if known else None
 
 
 def quantiles(lengths: np.ndarray) -> tuple[int, int, int]:

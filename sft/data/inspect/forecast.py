@@ -104,7 +104,8 @@ def length_lines(config: Config, plan: PackingPlan) -> list[str]:
 
 def _steps(config: Config, plan: PackingPlan, corpus: Corpus) -> list[str]:
     lines, firsts = length_lines(config, plan), plan.starts[: -1 : config.train.global_batch_size]
-    for name, of_sample in (("tokens", corpus.lengths), ("supervised tokens", corpus.num_supervised)):
+    labels = corpus.num_supervised - (corpus.num_repeated if config.loss.shared == "once" else 0)
+    for name, of_sample in (("tokens", corpus.lengths), ("supervised tokens", labels)):
         counts = np.add.reduceat(of_sample[plan.samples], firsts)  # sum of each step
         low, middle, high = counts.min(), int(np.median(counts)), counts.max()
         lines.append(f"{name} per step {low:,} / {middle:,} / {high:,} (min / median / max), {counts.sum():,} in all")

@@ -141,7 +141,7 @@ def _files(survey: Survey) -> Iterator[str]:
             # `train`, `train.SOURCE` for named sources, or the name of the held-out set
             counts.part if counts.source is None else f"{counts.part}.{counts.source}",
             *(f"{count:,}" for count in (counts.rows, counts.samples, counts.tokens)),
-            percent(counts.supervised, counts.tokens),
+            percent(counts.supervised - counts.supervised_repeated, counts.tokens),
             *(f"{length:,}" for length in (counts.p50, counts.p90, counts.p99, counts.longest)),
         ]
         for counts in listed

@@ -94,7 +94,8 @@ def supervision(sample: Sample, reduction: str, shared: str) -> Supervision:
     shared     `loss.shared`: "each" adds the weights of all texts that supervise a token; "once" takes only the first
 
     Two texts of 2 supervised tokens each share one of them, reduction "sample", shared "each" -> weights 1/2 1 1/2,
-    counts 1 2 1; shared "once" -> weights 1/2 1/2 1/2, counts 1 1 1
+    counts 1 2 1; shared "once" -> weights 1/2 1/2 1/2, counts 1 1 1.  If each is a sample of its own, because both do
+    not fit into a pack: "each" -> 1/2 1/2 and 1/2 1/2; "once" -> 1/2 1/2 and 0 1/2
     """
     if sample.tree is None:
         weights = sample.weights * token_weight(sample.num_supervised, reduction)
@@ -102,8 +103,9 @@ def supervision(sample: Sample, reduction: str, shared: str) -> Supervision:
     weights, counts = np.zeros(len(sample.tokens), np.float32), np.zeros(len(sample.tokens), np.int32)
     texts, starts, stops = sample.tree.spans.T
     of_text = np.bincount(texts, weights=stops - starts, minlength=len(sample.tree.ends))
-    for text, start, stop, weight in zip(texts, starts, stops, sample.tree.span_weights):
-        is_counted = (counts[start:stop] == 0) | (shared == "each")
+    repeated = np.zeros(len(texts), bool) if sample.tree.repeated is None else sample.tree.repeated
+    for text, start, stop, weight, is_repeated in zip(texts, starts, stops, sample.tree.span_weights, repeated):
+        is_counted = ((counts[start:stop] == 0) & (not is_repeated)) | (shared == "each")
         weights[start:stop] += is_counted * weight * token_weight(int(of_text[text]), reduction)
         counts[start:stop] += is_counted
     return Supervision(weights, counts)

@@ -16,12 +16,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
-from jinja2.utils import Namespace, missing
-
 from sft.data.template.limits import TooMuch
 from sft.data.template.loop_walk import LoopPass, Result, Walk, moved, num_same
 from sft.data.template.rendering import Output
-from sft.data.template.value_keys import Incomparable, ValueKeys
+from sft.data.template.value_keys import Incomparable, ValueKeys, leave, value_of
 
 MOST_KEPT = 50_000_000  # characters; further results are not kept
 TRIES = 200  # executions of a statement without any use of its results, after which they are not kept
@@ -127,7 +125,7 @@ class Replay(ValueKeys):
     def _compare_pass(self, walk: Walk, position: tuple[int, int], changes: _Changes, looks: _Lookahead) -> None:
         """Finds how many of the first iterations of a loop are the same as in an earlier rendering."""
         reach, walk.behind, lists, values, queries = looks
-        before = [_value(*change) for change in changes]
+        before = [value_of(*change) for change in changes]
         key = self.key((*before, *values()), [])
         assert self.kept is not None
         passes = self.kept.passes
@@ -179,7 +177,7 @@ class Replay(ValueKeys):
         at = runs[-1].end if runs else 0
         if result is None or key is None:
             kept.tries[number] = kept.tries.get(number, 0) + 1
-            before = [] if key is None else [_value(*change) for change in changes]
+            before = [] if key is None else [value_of(*change) for change in changes]
             self._statement = _Statement(key, changes, before, len(parts), len(runs), at)
             return False
         if result.start != at:
@@ -187,7 +185,7 @@ class Replay(ValueKeys):
         parts.append(result.text)
         runs += result.runs
         for (owner, attribute), value in zip(changes, result.left, strict=True):
-            _leave(owner, attribute, value)
+            leave(owner, attribute, value)
         kept.replayed += 1
         kept.copied += len(result.text)
         kept.tries[number] = -TRIES
@@ -209,7 +207,7 @@ class Replay(ValueKeys):
             if self._walk is not None:
                 self._walk.now = self._walk.earlier = None
             return
-        after = [_value(*change) for change in statement.changes]
+        after = [value_of(*change) for change in statement.changes]
         is_same = all(a is b for a, b in zip(statement.before, after) if list in (type(a), type(b)))
         lists: list[int] = []
         is_same = is_same and self.key(tuple(after), lists) is not None
@@ -239,21 +237,6 @@ class Replay(ValueKeys):
             outcomes.setdefault(known[key], None)
         return tuple(outcomes)
 
-    def scan(self, items: Any, indices: Any, stops: _Outcome) -> tuple[int, ...]:
-        """The indices and the ids of the items of a scan, up to the first item that stops it."""
-        if type(items) is not list or type(indices) is not range:
-            raise Incomparable
-        passed: list[int] = []
-        for index in indices:
-            self.step(1)
-            item = items[index]
-            if id(item) not in self.messages:
-                raise Incomparable
-            passed += [index, id(item)]
-            if any(stops(item)):
-                break
-        return tuple(passed)
-
     def _start(self, names: tuple[Any, ...]) -> _Start | None:
         """The start of a statement with these values of names; None if they cannot be compared."""
         lists: list[int] = []
@@ -267,7 +250,7 @@ class Replay(ValueKeys):
         """The key of a statement's result; None if its values cannot be compared."""
         lists = list(start.lists)
         try:
-            before = [_value(*change) for change in changes]
+            before = [value_of(*change) for change in changes]
             key = self.key((item, *before, *keys()), lists)
         except TooMuch:
             raise
@@ -290,7 +273,7 @@ class Replay(ValueKeys):
         parts.append("".join([result.text for _, result in steps]))
         runs += chain.from_iterable([result.runs for _, result in steps])
         for (owner, attribute), value in zip(changes, steps[-1][1].left, strict=True):
-            _leave(owner, attribute, value)
+            leave(owner, attribute, value)
         walk.now.steps += steps
         following = walk.iterator if loop is None else loop
         for _ in steps[1:]:
@@ -314,26 +297,3 @@ class Replay(ValueKeys):
         if earlier is not None and walk.position < walk.behind:
             is_same = len(earlier.steps) > walk.position and earlier.steps[walk.position][0] == key
             walk.num_equal = walk.num_equal if is_same else 0
-
-
-def _value(owner: Any, attribute: str | None) -> Any:
-    """The value of an attribute of a namespace, or, if `attribute` is None, the list.  Raises Incomparable for
-    others."""
-    if attribute is None:
-        if type(owner) is not list:
-            raise Incomparable
-        return owner
-    if type(owner) is not Namespace:
-        raise Incomparable
-    return owner._Namespace__attrs.get(attribute, missing)
-
-
-def _leave(owner: Any, attribute: str | None, value: Any) -> None:
-    """Gives an attribute of a namespace, or a list, the value that a kept statement left in it."""
-    now = _value(owner, attribute)
-    if type(now) is list:
-        now[:] = value
-    elif value is missing:
-        owner._Namespace__attrs.pop(attribute, None)
-    else:
-        owner._Namespace__attrs[attribute] = value

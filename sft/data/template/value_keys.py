@@ -8,10 +8,11 @@
 A value that the template may change later, such as a namespace or a macro, is equal to no value.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from jinja2.runtime import Undefined
-from jinja2.utils import missing
+from jinja2.utils import Namespace, missing
 
 from sft.data.template.operations import Operations
 from sft.data.template.trace import Float, Int, Text
@@ -60,3 +61,41 @@ class ValueKeys(Operations):
                 self.step(len(value))
                 return kind, tuple([self._part(item, lists, depth - 1) for item in value])
         raise Incomparable
+
+    def scan(self, items: Any, indices: Any, stops: Callable[[Any], tuple[Any, ...]]) -> tuple[int, ...]:
+        """The indices and the ids of the items of a scan, up to the first item that stops it."""
+        if type(items) is not list or type(indices) is not range:
+            raise Incomparable
+        passed: list[int] = []
+        for index in indices:
+            self.step(1)
+            item = items[index]
+            if id(item) not in self.messages:
+                raise Incomparable
+            passed += [index, id(item)]
+            if any(stops(item)):
+                break
+        return tuple(passed)
+
+
+def value_of(owner: Any, attribute: str | None) -> Any:
+    """The value of an attribute of a namespace, or, if `attribute` is None, the list.  Raises Incomparable for
+    others."""
+    if attribute is None:
+        if type(owner) is not list:
+            raise Incomparable
+        return owner
+    if type(owner) is not Namespace:
+        raise Incomparable
+    return owner._Namespace__attrs.get(attribute, missing)
+
+
+def leave(owner: Any, attribute: str | None, value: Any) -> None:
+    """Gives an attribute of a namespace, or a list, the value that a kept statement left in it."""
+    now = value_of(owner, attribute)
+    if type(now) is list:
+        now[:] = value
+    elif value is missing:
+        owner._Namespace__attrs.pop(attribute, None)
+    else:
+        owner._Namespace__attrs[attribute] = value

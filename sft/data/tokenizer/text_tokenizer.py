@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from sft.data.tokenizer.files import TokenizerFiles, encode, failing_at
 from sft.data.tokenizer.special_tokens import refusing
+from sft.data.work import Meter
 
 # The byte for which each letter of a byte-level BPE stands.  Letters below 256 stand for the byte of their code; the
 # others stand, in order, for the bytes that remain.
@@ -106,14 +107,17 @@ class Encoder:
     """Tokenises texts with one tokenizer.
 
     as_text: whether special tokens in a text become plain text, such as "<", "|", ...
+
+    meter: adds up the seconds of all calls
     """
 
-    def __init__(self, backend: Tokenizer, *, as_text: bool = False) -> None:
-        self.backend, self.as_text = backend, as_text
+    def __init__(self, backend: Tokenizer, meter: Meter | None = None, *, as_text: bool = False) -> None:
+        self.backend, self.meter, self.as_text = backend, meter or Meter(), as_text
 
     def __call__(self, text: str) -> Encoded:
         """Tokens of `text`, without added special tokens or truncation."""
-        ids = encode(self.backend, text, as_text=self.as_text).ids
+        with self.meter:
+            ids = encode(self.backend, text, as_text=self.as_text).ids
         edges = self._edges(text, ids)
         return Encoded(np.array(ids, np.int32), lambda: self._offsets(text, edges), text, edges)
 
@@ -127,7 +131,8 @@ class Encoder:
     def _offsets(self, text: str, edges: list[int] | None) -> tuple[np.ndarray, np.ndarray]:
         if edges is not None:
             return offsets_of(text, edges)
-        spans = encode(self.backend, text, as_text=self.as_text, offsets=True).offsets
+        with self.meter:
+            spans = encode(self.backend, text, as_text=self.as_text, offsets=True).offsets
         flat = np.fromiter(chain.from_iterable(spans), dtype=np.int32, count=2 * len(spans))
         return np.ascontiguousarray(flat[::2]), np.ascontiguousarray(flat[1::2])
 
@@ -212,9 +217,14 @@ class TextTokenizer:
         return np.isin(np.arange(self.vocab_size), list(self.always_found))
 
     @cached_property
+    def meter(self) -> Meter:
+        """The seconds in which this object made tokens of texts."""
+        return Meter()
+
+    @cached_property
     def encode(self) -> Encoder:
         """A function that tokenises a text, without added special tokens or truncation."""
-        return Encoder(self.files.backend)
+        return Encoder(self.files.backend, self.meter)
 
     def encode_as_text(self, text: str, masked: str, ids: np.ndarray) -> Encoded | None:
         """The tokens of a piece of a chat, with control strings as plain text.  None if it cannot be proven that the
@@ -241,7 +251,7 @@ class TextTokenizer:
         state = json.loads(self.files.backend.to_str())
         for token in state["added_tokens"]:
             token["special"] = token["content"] in self.ids
-        return Encoder(Tokenizer.from_str(json.dumps(state)), as_text=True)
+        return Encoder(Tokenizer.from_str(json.dumps(state)), self.meter, as_text=True)
 
     @cached_property
     def normalizes(self) -> bool:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import sft
 from sft.api import training
 from sft.cli import main
+from sft.data.work import Work
 from sft.errors import CheckpointError, ConfigError, DataError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -102,7 +103,8 @@ def test_prepare_counts_samples_and_tokens_and_sweeps(folder: Path) -> None:
     assert (first.train.num_samples, first.train.num_supervised) == (3, 36)  # 11 bytes and the end mark of the answer
     assert first.train.num_tokens == 3 * first.train.longest
     again = sft.prepare(sft.load("a.yaml"), verify=True)
-    assert again == first
+    assert again == first and again.train.work is None
+    assert first.train.work == Work()  # the byte tokenizer has no template
     (folder / "b.jsonl").write_text(CHAT)
     held_out = sft.prepare(sft.load("a.yaml", {"data.eval": {"held": "b.jsonl"}})).held_out
     assert list(held_out) == ["held"] and held_out["held"].num_samples == 1

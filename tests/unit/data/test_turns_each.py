@@ -1,6 +1,7 @@
 """data.turns = each: what a trace of an agent saves, what its store holds, and trees that are too large for a pack."""
 
 import json
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from sft.console import Console
+from sft.data import work
 from sft.data.cache.corpus import Corpus
 from sft.data.cache.encoder import encode_rows
 from sft.data.cache.prepare import prepare
@@ -46,21 +48,46 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> FolderTokenizer:
 # Tokens of 10, 30 and 60 turns by arithmetic, with 3,000 tokens of system message and 600 + 200 + 600 tokens a turn:
 # separate samples n * 3,800 + n * (n - 1) / 2 * 800; a tree 3,000 + (n - 1) * 800 + n * 800
 @pytest.mark.parametrize(
-    ("num_turns", "separate", "once"), [(10, 74_000, 18_200), (30, 462_000, 50_200), (60, 1_644_000, 98_200)]
+    ("num_turns", "separate", "once", "rendered", "stored"),
+    [
+        (10, 74_000, 18_200, 75_215, 18_551),
+        (30, 462_000, 50_200, 471_345, 51_251),  # as README, CHANGELOG and docs say
+        (60, 1_644_000, 98_200, 1_679_790, 100_301),
+    ],
 )
 def test_a_synthetic_trace_saves_what_arithmetic_promises(
-    letters: FolderTokenizer, num_turns: int, separate: int, once: int
+    letters: FolderTokenizer, num_turns: int, separate: int, once: int, rendered: int, stored: int
 ) -> None:
     chat = read_row({"messages": synthetic(num_turns)})
     assert isinstance(chat, Chat)
     encoding = encode_turns(chat, letters)
     tree = encoding.tree
     assert tree is not None and len(tree.branches) == num_turns
-    assert separate <= tree.num_rendered
+    assert separate <= tree.num_rendered == rendered
     padded = int((-(-np.diff(tree.starts) // 32) * 32).sum())
-    assert once <= len(encoding.tokens) <= padded
+    assert once <= len(encoding.tokens) == stored <= padded
     assert tree.num_rendered - padded >= 0.95 * (separate - once)
     assert padded / tree.num_rendered <= once / separate / 0.95
+
+
+def test_the_work_of_template_and_tokenizer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With a clock that ticks when it is read, each of the calls takes a second."""
+    ticks = count()
+    monkeypatch.setattr(work.time, "process_time", lambda: next(ticks))
+    tokenizer = load_folder(tmp_path, DROPPING)
+    tokenizer.habits  # small chats are rendered first
+    before = tokenizer.work
+    chat = read_row(as_row(tiny(3, 5)))
+    assert isinstance(chat, Chat)
+    encoding = encode_turns(chat, tokenizer)
+    # Three turns and one header are rendered, and the text of three turns is tokenised.
+    added, text = tokenizer.work.since(before), tokenizer.decode(encoding.tokens)
+    assert (added.template_s, added.tokenizer_s) == (4, 3)
+    assert len(text) < added.characters < 1.6 * len(text)
+    assert str(added).startswith("template 4.0 s for ") and str(added).endswith(
+        "tokenizer 3.0 s, summed over processes"
+    )
+    assert added + before == tokenizer.work
 
 
 TEMPLATES = "chatml qwen3 llama31 phi3 gemma glm4_moe harmony deepseek_r1 mistral_tools minimax".split()
@@ -255,7 +282,8 @@ def test_tables_of_trees() -> None:
         for texts in ([[1, 2, 3], [1, 4]], [[1, 2, 3, 4, 5], [1, 2, 3, 9]])
     )
     trees = Trees(to_tables([first.tree, None, last.tree], [4, 7, 6]))
-    assert trees.counts() == (2, 4, 14, 10)
+    assert trees.counts() == (2, 4, 14, 10, 4)  # both texts supervise 1, and 1 2 3
+    assert trees.repeated.tolist() == [1, 0, 3]
     assert trees.tables.documents["length"].tolist() == [3, 1, 7, 5, 1]
     assert trees.tables.documents["depth"].tolist() == [0, 1, 0, 0, 3]
     read = trees.tree(2)
@@ -305,10 +333,12 @@ def test_completions_that_cannot_be_read(completions: Any, why: str) -> None:
 
 
 def test_labels_of_texts_may_outnumber_tokens(tmp_path: Path, letters: FolderTokenizer) -> None:
-    """Each of 3 completions supervises all of its tokens but one in common with the others, so 60% would be 146%."""
+    """Three completions have 42 labels each, of which 40 are the same in all: 46 of 65 stored tokens."""
     row = {"prompt": "?", "completions": ["a" * 40 + end for end in "xyz"]}
     corpus = corpus_of(tmp_path, write(tmp_path / "a.jsonl", row), letters, turns="each")
-    assert corpus.summary().splitlines()[-1].split("; ")[0].endswith("1 samples, 65 tokens (126 labels), longest 65")
+    said = corpus.summary().splitlines()[-1].split("; stores")[0]
+    assert said.endswith("1 samples, 65 tokens (70.8% supervised; 46 tokens have 126 labels), longest 65")
+    assert (corpus.num_supervised.tolist(), corpus.num_repeated.tolist()) == ([126], [80])
 
 
 def test_a_chat_without_a_supervised_turn(letters: FolderTokenizer) -> None:

@@ -126,6 +126,13 @@ def test_inspect_lists_it_and_goes_on(capsys: pytest.CaptureFixture[str]) -> Non
     assert main([*run, "--json"]) == 0
     taken = json.loads(capsys.readouterr().out)
     assert taken["files"][0]["chats"] == 4 and taken["files"][0]["omitted"][1]["rows"] == [3]
+    assert taken["files"][0]["work"] is None  # it is in the cache
+    assert main([*run, "--json", "data.supervise=last"]) == 0
+    captured = capsys.readouterr()
+    work = json.loads(captured.out)["files"][0]["work"]
+    assert set(work) == {"template_s", "tokenizer_s", "characters"} and work["characters"] > 0
+    said = f"; template {work['template_s']:.1f} s for {work['characters']:,} characters, tokenizer "
+    assert said in captured.err and "summed over processes)" in captured.err
 
 
 def switched(**kwargs: Any) -> DataConfig:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sft.mcore.linear_attention.block_tensors import add_product, gathered, running_sums, sums_to_end, without_padding
-from sft.mcore.linear_attention.chunks import inverse_norm
+from sft.mcore.linear_attention.chunks import RuleChunks
 from sft.mcore.linear_attention.delta_rule import Inputs
 from sft.mcore.linear_attention.schedule import CHUNK, Block
 
@@ -87,46 +87,25 @@ class Decays:
             yield distance, (sums[..., distance:, :] - sums[..., : PART - distance, :]).to(self.dtype).exp_()
 
 
-@dataclass(frozen=True, eq=False)
-class ChannelChunks:
+class ChannelChunks(RuleChunks):
     """The n chunks of a block, which implement `chunked_kernel.BlockProducts`.
 
-    All tensors except `sums` have the dtype of states.
-
-    q, k              [n, heads, c, K], divided by their norms; q is also divided by sqrt(K)
-    q_scale, k_scale  [n, heads, c, 1], the factors that were applied to q and k
-    v                 [n, heads, c, V]
-    beta              [n, heads, c, 1], 0 for padding
-    sums              [n, heads, c, K] float64, the sums s; g is 0 for padding
+    There are as many key heads as value heads.  sums: [n, heads, c, K]
     """
 
-    block: Block
-    q: Tensor
-    k: Tensor
-    q_scale: Tensor
-    k_scale: Tensor
-    v: Tensor
-    beta: Tensor
-    sums: Tensor
-
     @staticmethod
-    def of(inputs: Inputs, block: Block) -> "ChannelChunks":
-        dtype = inputs.state_dtype
-        q, k, v = (gathered(x, block).to(dtype) for x in inputs[:3])
-        g, beta = (without_padding(gathered(x, block), block) for x in (inputs.g, inputs.beta[..., None]))
-        q_scale, k_scale = inverse_norm(q) * q.shape[-1] ** -0.5, inverse_norm(k)
-        sums = running_sums(g.double().mT).mT
-        return ChannelChunks(block, q * q_scale, k * k_scale, q_scale, k_scale, v, beta.to(dtype), sums)
+    def summed(g: Tensor, block: Block) -> Tensor:
+        return running_sums(without_padding(gathered(g, block), block).double().mT).mT
 
     @cached_property
     def from_start(self) -> Tensor:
         """exp(s), decay from the start of the chunk to each token: [n, heads, c, K]"""
-        return self.sums.to(self.v.dtype).exp()
+        return self.sums.to(self.dtype).exp()
 
     @cached_property
     def to_end(self) -> Tensor:
         """exp(s_c - s): [n, heads, c, K]"""
-        return (self.sums[:, :, -1:] - self.sums).to(self.v.dtype).exp()
+        return (self.sums[:, :, -1:] - self.sums).to(self.dtype).exp()
 
     @cached_property
     def ends(self) -> Tensor:
@@ -135,7 +114,7 @@ class ChannelChunks:
 
     @cached_property
     def decays(self) -> Decays:
-        return Decays(self.sums, self.v.dtype)
+        return Decays(self.sums, self.dtype)
 
     @cached_property
     def decayed_keys(self) -> Tensor:
@@ -155,7 +134,7 @@ class ChannelChunks:
     @cached_property
     def solution(self) -> Tensor:
         """T, [n, heads, c, c]"""
-        identity = torch.eye(CHUNK, dtype=self.v.dtype, device=self.v.device).expand_as(self.key_products)
+        identity = torch.eye(CHUNK, dtype=self.dtype, device=self.v.device).expand_as(self.key_products)
         system = self.key_products * self.beta
         return torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
 
@@ -221,9 +200,7 @@ class ChannelChunks:
         ds = self.q * dq + self.k * (rising - falling)
         ds[:, :, -1] += of_end
         dk = rising + falling
-        dq = self.q_scale * (dq - self.q * (self.q * dq).sum(-1, keepdim=True) * self.q.shape[-1])
-        dk = self.k_scale * (dk - self.k * (self.k * dk).sum(-1, keepdim=True))
-        return Inputs(dq, dk, dv, sums_to_end(ds.mT).mT, dbeta)
+        return Inputs(*self.before_norms(dq, dk), dv, sums_to_end(ds.mT).mT, dbeta)
 
 
 def _by_part(x: Tensor) -> Tensor:

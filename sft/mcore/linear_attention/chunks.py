@@ -10,8 +10,10 @@ The sums s and their differences are float64: with strong decay they reach thous
 between neighbouring tokens.  K K^T and Q K^T are computed once per key head.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -30,8 +32,8 @@ from sft.mcore.linear_attention.schedule import CHUNK, Block
 
 
 @dataclass(frozen=True, eq=False)
-class Chunks(HeadDecays):
-    """The n chunks of a block; implements `chunked_kernel.BlockProducts`.
+class RuleChunks(ABC):
+    """The inputs of the delta rule in the n chunks of a block.
 
     All tensors except `sums` have the dtype of states.  `heads` are value heads.
 
@@ -39,7 +41,7 @@ class Chunks(HeadDecays):
     q_scale, k_scale  [n, key heads, c, 1], the factors that were applied to q and k
     v                 [n, heads, c, V]
     beta              [n, heads, c, 1], 0 for padding
-    sums              [n, heads, c] float64, the sums s; g is 0 for padding
+    sums              float64, the sums s; g is 0 for padding
     """
 
     block: Block
@@ -51,18 +53,36 @@ class Chunks(HeadDecays):
     beta: Tensor
     sums: Tensor
 
-    @staticmethod
-    def of(inputs: Inputs, block: Block) -> "Chunks":
+    @classmethod
+    def of(cls, inputs: Inputs, block: Block) -> Self:
         dtype = inputs.state_dtype
         q, k, v = (gathered(x, block).to(dtype) for x in inputs[:3])
-        g, beta = (without_padding(gathered(x[..., None], block), block) for x in inputs[3:])
+        beta = without_padding(gathered(inputs.beta[..., None], block), block)
         q_scale, k_scale = inverse_norm(q) * q.shape[-1] ** -0.5, inverse_norm(k)
-        sums = running_sums(g[..., 0].double())
-        return Chunks(block, q * q_scale, k * k_scale, q_scale, k_scale, v, beta.to(dtype), sums)
+        sums = cls.summed(inputs.g, block)
+        return cls(block, q * q_scale, k * k_scale, q_scale, k_scale, v, beta.to(dtype), sums)
+
+    @staticmethod
+    @abstractmethod
+    def summed(g: Tensor, block: Block) -> Tensor:
+        """`sums` for the logarithms of decays."""
 
     @property
     def dtype(self) -> torch.dtype:
         return self.v.dtype
+
+    def before_norms(self, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of q and k as they were before they were divided by their norms."""
+        dq = self.q_scale * (dq - self.q * (self.q * dq).sum(-1, keepdim=True) * self.q.shape[-1])
+        return dq, self.k_scale * (dk - self.k * (self.k * dk).sum(-1, keepdim=True))
+
+
+class Chunks(RuleChunks, HeadDecays):
+    """The n chunks of a block; implements `chunked_kernel.BlockProducts`.  sums: [n, heads, c]"""
+
+    @staticmethod
+    def summed(g: Tensor, block: Block) -> Tensor:
+        return running_sums(without_padding(gathered(g[..., None], block), block)[..., 0].double())
 
     @property
     def ratio(self) -> int:
@@ -188,9 +208,7 @@ def _gradients(chunks: Chunks, state: Tensor, grad: Tensor, dstate: Tensor) -> I
     dpairs = per_key_head(dsystem.mul_(chunks.beta), chunks.ratio)
     dq = per_key_head(dqueries, chunks.ratio) + dweights @ chunks.k
     dk = per_key_head(dkeys.add_(dkeys_next), chunks.ratio) + dweights.mT @ chunks.q + (dpairs + dpairs.mT) @ chunks.k
-    dq = chunks.q_scale * (dq - chunks.q * (chunks.q * dq).sum(-1, keepdim=True) * chunks.q.shape[-1])
-    dk = chunks.k_scale * (dk - chunks.k * (chunks.k * dk).sum(-1, keepdim=True))
-    return Inputs(dq, dk, dv, sums_to_end(ds), dbeta)
+    return Inputs(*chunks.before_norms(dq, dk), dv, sums_to_end(ds), dbeta)
 
 
 def inverse_norm(x: Tensor) -> Tensor:

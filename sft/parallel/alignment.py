@@ -112,13 +112,21 @@ def _pp_fits(config: Config, pp: int) -> bool:
     return config.model.num_layers % (pp * virtual) == 0 and (pp > 1 or virtual == 1)
 
 
+# Why ranks do not divide what a size counts.
+_WHOLE = {
+    "model.mamba.num_groups": "A rank has whole groups of Mamba-2: all heads of a group read the same B and C, and one "
+    "root mean square normalises their outputs.",
+}
+
+
 def _tensor(config: Config, sizes: SplitSizes) -> Iterator[str]:
     tp = config.parallel.tp
     uneven = [f"{key} = {size}" for key, size in sizes.by_tp.items() if size % tp]
     if uneven:
         names = ", ".join(uneven)
         fitting = _listing(size for size in divisors(min(sizes.by_tp.values())) if _tp_fits(sizes, size))
-        yield f"parallel.tp = {tp} does not divide {names}.  Tensor-parallel sizes that fit: {fitting}."
+        why = "".join(f"  {reason}" for key, reason in _WHOLE.items() if sizes.by_tp.get(key, 0) % tp)
+        yield f"parallel.tp = {tp} does not divide {names}.{why}  Tensor-parallel sizes that fit: {fitting}."
     else:
         yield from _heads_by_chunks(config, sizes.heads)
         yield from _heads_by_all_to_all(config, sizes.heads)

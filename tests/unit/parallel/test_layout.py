@@ -121,6 +121,13 @@ MISFITS = {
         "parallel.tp = 5 does not divide model.num_attention_heads = 24, model.num_query_groups = 8, "
         "model.ffn_hidden_size = 96.  Tensor-parallel sizes that fit: 1, 2, 4, 8.",
     ),
+    "one group of Mamba-2": (
+        2,
+        {"model": {"mamba": {"layers": [1], "num_heads": 8, "num_groups": 1}}, "parallel": {"tp": 2}},
+        "parallel.tp = 2 does not divide model.mamba.num_groups = 1.  A rank has whole groups of Mamba-2: all heads of "
+        "a group read the same B and C, and one root mean square normalises their outputs.  Tensor-parallel sizes that "
+        "fit: 1.",
+    ),
     "layers and virtual stages": (
         4,
         {"parallel": {"pp": 4, "virtual_stages": 2}},

@@ -4,7 +4,7 @@
 `sft/layers/weights.py` explains the letters of a shape.  These files declare families:
 
     llama.py                             layers like those of Llama, Mixtral and Qwen
-    variants.py, gemma.py, gemma4.py     layers that compute more
+    granite.py, variants.py, gemma.py, gemma4.py    layers that compute more
     routed.py                            routers with sigmoid scores
     own_windows.py, step.py              layers with a window whose heads differ from those of other layers
     rotated.py                           other rotations, and norms on rotated heads
@@ -26,6 +26,7 @@ from typing import Any
 from sft.hf.families.gated import GATED
 from sft.hf.families.gemma import GEMMA
 from sft.hf.families.gemma4 import GEMMA4
+from sft.hf.families.granite import GRANITE
 from sft.hf.families.kimi_linear import KIMI_LINEAR
 from sft.hf.families.latent import LATENT
 from sft.hf.families.linear import LINEAR_FAMILIES
@@ -46,6 +47,7 @@ FAMILIES = {
     family.name: family
     for family in (
         *LLAMA_LIKE,
+        *GRANITE,
         *VARIANTS,
         *GEMMA,
         *GEMMA4,

@@ -27,13 +27,13 @@ from sft.hf.families.rules import (
     qk_norm,
     shared_expert,
 )
-from sft.hf.families.windows import FULL, SLIDING, all_but_every
+from sft.hf.families.windows import BASES, FULL, SLIDING, all_but_every, without_base
 from sft.hf.family import Family, Rule
 from sft.hf.model_keys import Computed, is_true
 from sft.hf.tensor_view import LAYER, View
 
 _INNER = "model.language_model"
-_TYPES, _COUNT, _BASES = "layer_types", "num_hidden_layers", "layer_rope_theta"
+_TYPES, _COUNT = "layer_types", "num_hidden_layers"
 _FACTOR, _MULTIPLIER = "qk_scale_factor", "output_multiplier"
 
 
@@ -71,19 +71,12 @@ def _windows() -> dict[str, Computed]:
 
 
 def _skipped_layers(content: Mapping[str, Any]) -> list[int]:
-    """The layers without rotary positions, counted from 1: "layer_rope_theta": [1e4, 0, 1e4] -> [2]
+    """The layers without rotary positions, counted from 1.
 
     They have 0 in layer_rope_theta.  All other layers take their base from rope_parameters, as in transformers, which
     only compares layer_rope_theta with 0.
     """
-    count, bases = content.get(_COUNT), content.get(_BASES)
-    if type(count) is not int or count < 1:
-        raise ValueError(f"{_COUNT} = {count} says nothing about the layers")
-    if bases is None:
-        return [number for number in range(1, count + 1) if _from_last(number, count)]
-    if not isinstance(bases, list) or len(bases) != count or len({base for base in bases if base}) > 1:
-        raise ValueError(f"{_BASES} is not a list of {count} numbers, one for each layer, of which all but 0 are equal")
-    return [number for number, base in enumerate(bases, 1) if not base]
+    return without_base(content, lambda count: [number for number in range(1, count + 1) if _from_last(number, count)])
 
 
 def _number(content: Mapping[str, Any], key: str, default: float) -> float:
@@ -120,7 +113,7 @@ _MUSE_GLIMMER = Family(
     keys={**KEYS, "output_norm_epsilon": "post_norm_eps", "logits_softcap": "final_logit_softcapping"},
     computed={
         **_windows(),
-        "rope.skip_layers": Computed(_BASES, _skipped_layers),
+        "rope.skip_layers": Computed(BASES, _skipped_layers),
         "attention_multiplier": Computed(_FACTOR, _attention_multiplier),
         "logits_scaling": Computed(
             _MULTIPLIER, lambda content: 1.0 / _number(content, _MULTIPLIER, 0.19611613513818404)

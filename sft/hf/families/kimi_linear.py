@@ -91,14 +91,14 @@ def _delta_attention(block: str, output: str, *own: tuple[str, str, str]) -> tup
 
     block: name of the attention module in its layer; output: name of the output projection in it
     own: the tensors that depend on the family: our name, the name in files, and the shape
+        Parts of in_proj are in the order of its rows, on which LoRA relies.
     """
     parts = [("query", "q", "K"), ("key", "k", "K"), ("value", "v", "V")]
     tensors = [
         *((f"in_proj.weight.{part}", f"{name}_proj.weight", f"{size} h") for part, name, size in parts),
-        ("in_proj.weight.beta", "b_proj.weight", "m h"),
+        *own,
         *((f"conv1d.weight.{part}", f"{name}_conv1d.weight", f"{size} 1 c") for part, name, size in parts),
         ("dt_bias", "dt_bias", "D"),
-        *own,
         ("out_norm.weight", "o_norm.weight", "u"),
         ("out_proj.weight", f"{output}.weight", "h V"),
     ]
@@ -109,7 +109,9 @@ def _delta_attention(block: str, output: str, *own: tuple[str, str, str]) -> tup
     )
 
 
+_BETA = ("in_proj.weight.beta", "b_proj.weight", "m h")
 _LOW_RANK = (
+    _BETA,
     ("decay_down.weight", "f_a_proj.weight", "r h"),
     ("decay_up.weight", "f_b_proj.weight", "D r"),
     ("A_log", "A_log", "0 0 m 0"),
@@ -118,6 +120,7 @@ _LOW_RANK = (
 )
 _FULL_RANK = (
     ("in_proj.weight.z", "g_proj.weight", "V h"),
+    _BETA,
     ("in_proj.weight.alpha", "f_proj.weight", "D h"),
     ("A_log", "A_log", "m"),
 )

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from sft.config.halves import MlpKind
-from sft.hf.families.rules import DEFAULTS, KEYS, NO_BIAS, OPTIONS, attention, outer, stacked_experts
+from sft.hf.families.granite import GRANITE_EXPERTS, MULTIPLIERS
+from sft.hf.families.rules import DEFAULTS, KEYS, NO_BIAS, OPTIONS, attention, outer
 from sft.hf.families.windows import FULL, LINEAR
 from sft.hf.family import Family, Rule
 from sft.hf.model_keys import Computed
@@ -41,7 +42,6 @@ def mamba(block: str, norm: str, model: str = "model") -> tuple[Rule, ...]:
 
 _TYPES, _EXPERTS = "layer_types", "num_local_experts"
 _OLD_NAMES = {"mamba": LINEAR, "attention": FULL}
-_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 
 
 def _layers(content: Mapping[str, Any], wanted: str) -> list[int]:
@@ -128,14 +128,8 @@ def _shared_mlp(ours: str, width: str, mlp: MlpKind) -> tuple[Rule, ...]:
 
 def _mlps() -> tuple[Rule, ...]:
     norm = View(f"model.layers.{LAYER}.post_attention_layernorm.weight", "h")
-    experts = stacked_experts(
-        block="block_sparse_moe",
-        router="router.layer.weight",
-        gate_up="input_linear.weight",
-        down="output_linear.weight",
-    )
     return (
-        *(replace(rule, mlp="experts") for rule in experts),
+        *(replace(rule, mlp="experts") for rule in GRANITE_EXPERTS),
         *_shared_mlp("mlp.shared_experts", "s", "experts"),
         Rule("decoder.layers.mlp.linear_fc1.layer_norm_weight", (norm,), mlp="dense"),
         *_shared_mlp("mlp", "f", "dense"),
@@ -153,8 +147,7 @@ GRANITE_HYBRID = (
             *_mlps(),
         ),
         implied={"qkv_bias": False, "qk_norm": False, "moe.normalize_top_k": True},
-        keys={name: key for name, key in KEYS.items() if name not in ("ffn_hidden_size", "head_dim")}
-        | {name: name for name in _MULTIPLIERS},
+        keys={name: key for name, key in KEYS.items() if name not in ("ffn_hidden_size", "head_dim")} | MULTIPLIERS,
         computed={
             "ffn_hidden_size": Computed("intermediate_size", _mlp_width),
             "rope.skip_layers": Computed("position_embedding_type", _unrotated),
@@ -173,7 +166,7 @@ GRANITE_HYBRID = (
             "mamba.min_time_step": Computed("time_step_limit", lambda content: _time_step(content, 0) or 0.0),
             "mamba.max_time_step": Computed("time_step_limit", lambda content: _time_step(content, 1)),
         },
-        defaults={**DEFAULTS, **dict.fromkeys(_MULTIPLIERS, 1.0)},
+        defaults={**DEFAULTS, **dict.fromkeys(MULTIPLIERS, 1.0)},
         options={**OPTIONS, **NO_BIAS, "mamba_conv_bias": (True,), "mamba_proj_bias": (False,)},
     ),
 )

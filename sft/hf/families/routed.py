@@ -6,6 +6,7 @@
     solar_open   Solar Open       yes             no                   no                          whole heads
     hy_v3        Hy3              yes             yes                  per head                    whole heads
     exaone_moe   K-EXAONE         yes             yes                  per head                    in windows only
+    dots1        dots.llm1        yes             yes                  per head                    whole heads
 
 Files of GLM-4.5 and Hy3 have a layer after the model's last one, for multi-token prediction, and K-EXAONE's have
 tensors `mtp.*`.  They are passed through; those of GLM-4.5 may be trained.
@@ -32,6 +33,7 @@ from sft.hf.families.rules import (
     shared_expert,
 )
 from sft.hf.families.variants import EXAONE_LAYERS
+from sft.hf.families.windows import from_a_layer_on
 from sft.hf.family import Family, Rule
 from sft.hf.model_keys import Computed
 from sft.hf.tensor_view import View
@@ -49,7 +51,9 @@ ROUTER_KEYS = {
     "moe.scaling_factor": "routed_scaling_factor",
     "moe.dense_layers": "first_k_dense_replace",
 }
+_ROUTER_DEFAULTS = {"norm_topk_prob": True, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
 SIGMOID = {"moe.score_function": "sigmoid", "moe.correction_bias": True}
+_NORMED = {**SIGMOID, "qkv_bias": False, "qk_norm": True}
 
 
 def layer_rules(mlp: Literal["dense", "experts"], *rules: Rule) -> tuple[Rule, ...]:
@@ -149,13 +153,8 @@ ROUTED = (
             "num_key_value_heads": 8,
             "attention_bias": False,
             "use_qk_norm": False,
-            "n_routed_experts": 128,
-            "num_experts_per_tok": 8,
-            _WIDTH: 1408,
-            "norm_topk_prob": True,
-            "n_group": 1,
-            "topk_group": 1,
-            "routed_scaling_factor": 1.0,
+            **{"n_routed_experts": 128, "num_experts_per_tok": 8, _WIDTH: 1408},
+            **_ROUTER_DEFAULTS,
             "first_k_dense_replace": 1,
         },
         options=OPTIONS,
@@ -173,13 +172,7 @@ ROUTED = (
             *experts("block_sparse_moe", "w1", "w3", "w2"),
             *correction_bias("block_sparse_moe"),
         ),
-        implied={
-            **SIGMOID,
-            "qkv_bias": False,
-            "qk_norm": True,
-            "qk_norm_across_heads": True,
-            "moe.normalize_top_k": True,
-        },
+        implied={**_NORMED, "qk_norm_across_heads": True, "moe.normalize_top_k": True},
         keys={**KEYS, "moe.num_experts": "num_local_experts", "moe.top_k": "num_experts_per_tok"},
         aliases={"num_local_experts": "num_experts"},
         defaults={
@@ -224,13 +217,8 @@ ROUTED = (
             "head_dim": 128,
             "rope_theta": 1e6,
             "attention_bias": False,
-            "n_routed_experts": 128,
-            "num_experts_per_tok": 8,
-            _WIDTH: 1280,
-            "norm_topk_prob": True,
-            "n_group": 1,
-            "topk_group": 1,
-            "routed_scaling_factor": 1.0,
+            **{"n_routed_experts": 128, "num_experts_per_tok": 8, _WIDTH: 1280},
+            **_ROUTER_DEFAULTS,
         },
         options={**OPTIONS, "use_qk_norm": (False,), "first_k_dense_replace": (0,)},
         rope_fraction=1.0,
@@ -251,7 +239,7 @@ ROUTED = (
                 },
             ),
         ),
-        implied={**SIGMOID, "qkv_bias": False, "qk_norm": True, "moe.normalize_top_k": True},
+        implied={**_NORMED, "moe.normalize_top_k": True},
         keys={
             **{key: name for key, name in {**KEYS, **EXPERT_KEYS}.items() if key != "moe.normalize_top_k"},
             "moe.scaling_factor": "router_scaling_factor",
@@ -267,9 +255,7 @@ ROUTED = (
             "num_key_value_heads": 8,
             "head_dim": 128,
             "rope_theta": 11158840.0,
-            "num_experts": 192,
-            "num_experts_per_tok": 8,
-            _WIDTH: 1536,
+            **{"num_experts": 192, "num_experts_per_tok": 8, _WIDTH: 1536},
             "router_scaling_factor": 2.826,
         },
         options={
@@ -288,7 +274,7 @@ ROUTED = (
             *qk_norm(),
             *_renamed(routed(), {"gate.e_score_correction_bias": "e_score_correction_bias"}),
         ),
-        implied={**SIGMOID, "qkv_bias": False, "qk_norm": True},
+        implied=_NORMED,
         keys={
             **KEYS,
             **{key: name for key, name in ROUTER_KEYS.items() if key != "moe.dense_layers"},
@@ -306,12 +292,28 @@ ROUTED = (
             "num_experts": 64,
             "num_experts_per_tok": 8,
             _WIDTH: 1024,
-            "norm_topk_prob": True,
-            "n_group": 1,
-            "topk_group": 1,
+            **_ROUTER_DEFAULTS,
             "routed_scaling_factor": 2.5,
         },
         options=OPTIONS,
         passed_through=("mtp.*",),
+    ),
+    Family(
+        model_type="dots1",
+        class_name="Dots1ForCausalLM",
+        rules=(*outer(), *attention(), *qk_norm(), *routed()),
+        implied=_NORMED,
+        keys={**KEYS, **ROUTER_KEYS},
+        computed={"moe.shared_ffn_hidden_size": shared_width(1408), **from_a_layer_on(62, switch=None)},
+        aliases={"n_routed_experts": "num_local_experts"},
+        defaults={
+            **DEFAULTS,
+            "num_key_value_heads": 32,
+            _WIDTH: 1408,
+            **_ROUTER_DEFAULTS,
+            "norm_topk_prob": False,
+            "first_k_dense_replace": 0,
+        },
+        options={**OPTIONS, **NO_BIAS, "scoring_func": ("sigmoid",)},
     ),
 )

@@ -9,7 +9,6 @@ from sft.hf.families import FAMILIES
 _BIASED = "LayerNorm with biases, and an MLP without a gate"
 _MAMBA = "layers of the first Mamba"
 _OWN_MAMBA = "a table of its tensors: layers of Mamba-2"
-_TABLE = "a table of its tensors beside a router with sigmoid scores"
 _TOWER = "a table of its tensors beside a vision tower"
 _SPARSE = "sparse attention, for which an indexer chooses keys"
 _STREAMS = "several residual streams (hyper-connections)"
@@ -45,7 +44,6 @@ _MISSING: dict[str, tuple[str, str]] = {
     ),
     "diffllama": ("differential attention", "llama"),
     "doge": ("attention with a learned mask", "llama"),
-    "dots1": (f"{_TABLE}, and windows in some layers", "glm4_moe"),
     "dots3_note": (_SPARSE, "deepseek_v3"),
     "dots3_note_text": (_SPARSE, "deepseek_v3"),
     "falcon": (f"{_BIASED}, and attention and MLP side by side", "llama"),
@@ -68,11 +66,6 @@ _MISSING: dict[str, tuple[str, str]] = {
     "gpt_neo": (f"{_BIASED}, and learned positions", "llama"),
     "gpt_neox": (f"{_BIASED}, and rotary positions on a part of each head", "llama"),
     "gptj": (f"{_BIASED}, and attention and MLP side by side", "llama"),
-    "granite_swa": ("a table of its tensors: layers of Granite, some with a window, and sinks", "granite"),
-    "granitemoe_swa": (
-        "a table of its tensors: layers of Granite, some with a window, sinks, and a shared expert",
-        "granitemoe",
-    ),
     "granitemoeshared": ("a table of its tensors: layers of Granite with a shared expert", "granitemoe"),
     "helium": ("a table of its tensors: layers of Llama that rotate neighbouring numbers of a head", "llama"),
     "hy_v4": (f"{_SPARSE}, and {_STREAMS}", "deepseek_v3"),

@@ -32,9 +32,6 @@ from sft.hf.family import Family
 from sft.hf.model_keys import Computed
 
 _NO_ROPE, _INTERVAL = "no_rope_layers", "no_rope_layer_interval"
-_MULTIPLIERS = {
-    name: name for name in ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
-}
 
 
 def _skipped_layers(content: Mapping[str, Any]) -> list[int]:
@@ -91,17 +88,7 @@ EXAONE_LAYERS = {
     "rope.skip_layers": Computed("layer_types", _layers_without_rotation, _window_of_no_layer),
 }
 
-
 VARIANTS = (
-    Family(
-        model_type="granite",
-        class_name="GraniteForCausalLM",
-        rules=(*outer(), *attention(), *mlp(), *optional_biases()),
-        implied=LLAMA_DENSE,
-        keys={**KEYS, **_MULTIPLIERS, **BIAS_KEYS},
-        defaults={**DEFAULTS, **dict.fromkeys(_MULTIPLIERS, 1.0), **NO_BIAS_DEFAULTS},
-        options=OPTIONS,
-    ),
     Family(
         model_type="smollm3",
         class_name="SmolLM3ForCausalLM",
@@ -222,24 +209,6 @@ VARIANTS = (
             "norm_topk_prob": False,
         },
         options={**OPTIONS, **NO_BIAS, "clip_qkv": (None,), "head_dim": (None,)},
-    ),
-    Family(
-        model_type="granitemoe",
-        class_name="GraniteMoeForCausalLM",
-        rules=(
-            *outer(),
-            *attention(),
-            *stacked_experts(
-                block="block_sparse_moe",
-                router="router.layer.weight",
-                gate_up="input_linear.weight",
-                down="output_linear.weight",
-            ),
-        ),
-        implied={"qkv_bias": False, "qk_norm": False, "moe.normalize_top_k": True},
-        keys={**KEYS, **_MULTIPLIERS, "moe.num_experts": "num_local_experts", "moe.top_k": "num_experts_per_tok"},
-        defaults={**DEFAULTS, **dict.fromkeys(_MULTIPLIERS, 1.0), "num_local_experts": 8, "num_experts_per_tok": 2},
-        options={**OPTIONS, **NO_BIAS},
     ),
 )
 

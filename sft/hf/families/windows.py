@@ -13,6 +13,7 @@ ALL_LAYERS = {"sliding_window": "sliding_window"}  # for families in which all l
 LAYER_KINDS = FULL, SLIDING = "full_attention", "sliding_attention"
 LINEAR_KINDS = FULL, LINEAR = "full_attention", "linear_attention"
 _TYPES, _WINDOW, _USES = "layer_types", "sliding_window", "use_sliding_window"
+BASES = "layer_rope_theta"
 
 
 def in_all_layers(switch: str | None = _USES) -> dict[str, Computed]:
@@ -23,16 +24,19 @@ def in_all_layers(switch: str | None = _USES) -> dict[str, Computed]:
     return _computed(lambda content, layer: True, switch)
 
 
-def from_a_layer_on() -> dict[str, Computed]:
-    """The computed keys for Qwen: windows in the layers from max_window_layers on, if use_sliding_window is true."""
+def from_a_layer_on(default: int = 28, switch: str | None = _USES) -> dict[str, Computed]:
+    """The computed keys for windows in the layers from max_window_layers on.
+
+    default: max_window_layers if config.json has none; switch: as in `in_all_layers`
+    """
 
     def has_window(content: Mapping[str, Any], layer: int) -> bool:
-        first = content.get("max_window_layers", 28)
+        first = content.get("max_window_layers", default)
         if type(first) is not int:
             raise ValueError(f"max_window_layers = {first} is not a number of layers")
         return layer >= first
 
-    return _computed(has_window, switch=_USES)
+    return _computed(has_window, switch=switch)
 
 
 def where_listed(default: int | None) -> dict[str, Computed]:
@@ -70,6 +74,21 @@ def all_but_every(
         return (layer if first_is_full else layer + 1) % count != 0 and not is_last
 
     return _computed(has_window, default=default)
+
+
+def without_base(content: Mapping[str, Any], unlisted: Callable[[int], list[int]]) -> list[int]:
+    """The layers without rotary positions, from 1, whose base is 0: "layer_rope_theta": [1e4, 0, 1e4] -> [2]
+
+    All bases but 0 must be equal.  unlisted: number of layers -> these layers, if config.json has no layer_rope_theta
+    """
+    count, bases = content.get("num_hidden_layers"), content.get(BASES)
+    if type(count) is not int or count < 1:
+        raise ValueError(f"num_hidden_layers = {count} says nothing about the layers")
+    if bases is None:
+        return unlisted(count)
+    if not isinstance(bases, list) or len(bases) != count or len({base for base in bases if base}) > 1:
+        raise ValueError(f"{BASES} is not a list of {count} numbers, one for each layer, of which all but 0 are equal")
+    return [number for number, base in enumerate(bases, 1) if not base]
 
 
 def _computed(

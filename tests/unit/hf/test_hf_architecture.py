@@ -122,6 +122,7 @@ ROPE_OF = {
 # Layers with a window; None: all layers.  The last layer of Gemma 4 has no window.
 WINDOWS_OF = {"cwm": [2], "gpt_oss": [1], "gemma2": [1], "olmo3": None, "gemma3_text": None, "gemma4_text": [1]}
 WINDOWS_OF |= {"gemma4_unified_text": [1], "afmoe": None, "laguna": [1], "mimo_v2_flash": [2]}
+WINDOWS_OF |= {"granite_swa": [2], "granitemoe_swa": [2]}
 
 
 @pytest.mark.parametrize("family", [family for family in hf.FAMILIES if family != "nemotron_h"])
@@ -135,6 +136,7 @@ def test_what_a_silent_config_means_is_what_transformers_takes(tmp_path: Path, f
     silent |= dict(hidden_size_per_layer_input=0) if family == "gemma4_text" else {}
     silent |= dict(layer_types=["sliding_attention", "full_attention"]) if family == "laguna" else {}
     silent |= dict(num_experts=4, moe_topk=2) if family == "hunyuan_v1_moe" else {}  # one expert would need no router
+    silent |= dict(n_routed_experts=4, num_experts_per_tok=2) if family == "dots1" else {}  # no defaults
     silent |= dict(num_attention_heads=16) if family == "glm4_moe" else {}  # so that half of a head has an even width
     theirs = hf.config_class(family)(**silent)
     model = architecture({**silent, "model_type": family}, "config.json").model

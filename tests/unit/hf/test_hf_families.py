@@ -52,10 +52,10 @@ def test_phi_4_stores_joint_projections() -> None:
 
 
 def test_an_unsupported_family_is_told_what_it_needs() -> None:
-    assert refusal({"model_type": "dots1"}).startswith(
-        'config.json: model_type = "dots1" is not supported: it needs a table of its tensors beside a router with '
-        "sigmoid scores, and windows in some layers, which this trainer does not have.  The nearest family is "
-        "glm4_moe.  Supported: llama, "
+    assert refusal({"model_type": "granitemoeshared"}).startswith(
+        'config.json: model_type = "granitemoeshared" is not supported: it needs a table of its tensors: layers of '
+        "Granite with a shared expert, which this trainer does not have.  The nearest family is granitemoe.  "
+        "Supported: llama, "
     )
     assert all(nearest in FAMILIES and named not in FAMILIES for named, (_, nearest) in _MISSING.items())
 

@@ -95,13 +95,14 @@ def test_a_family_has_the_tensors_of_transformers(tmp_path: Path, family: str, t
     fields |= dict(head_dim=...) if family in hf.LATENT_FAMILIES else {}
     theirs = load_file(hf.save(tmp_path, family, tied=tied, **fields) / "model.safetensors")
     experts = {"qwen3_moe": MoeConfig(num_experts=4, top_k=2, ffn_hidden_size=24)}
-    experts |= dict.fromkeys(("mixtral", "olmoe", "granitemoe", "gpt_oss"), MoeConfig(num_experts=4, top_k=2))
+    plain = ("mixtral", "olmoe", "granitemoe", "granitemoe_swa", "gpt_oss")
+    experts |= dict.fromkeys(plain, MoeConfig(num_experts=4, top_k=2))
     experts["qwen2_moe"] = experts["qwen3_moe"].model_copy(update={"shared_ffn_hidden_size": 40, "shared_gate": True})
     model = MODEL.model_copy(update={"tie_embeddings": tied, "moe": experts.get(family, MoeConfig())})
     if family in (
         *partial,
         *hf.LATENT_FAMILIES,
-        *("gemma4_text", "gemma4_unified_text", "nemotron_h", "granitemoehybrid", "afmoe"),
+        *("gemma4_text", "gemma4_unified_text", "nemotron_h", "granitemoehybrid", "afmoe", "dots1"),
     ):
         model = architecture(read(tmp_path), "config.json").model
     views = views_by_tensor(FAMILIES[family].mappings(model, hf.VOCAB))

@@ -9,7 +9,10 @@ import torch
 from sft.config.lora import LoraConfig
 from sft.errors import ConfigError
 from sft.hf.architecture import architecture, read
+from sft.hf.families import FAMILIES
 from sft.layers.adapters import AdaptedWeight, Adapter
+from sft.mcore.model.gated_delta_net import GatedDeltaNet
+from sft.mcore.model.mamba import Mamba2
 from sft.recipe.load import parse_recipe
 from sft.weights.lora.base_digest import _digest_of
 from sft.weights.lora.peft.targets import lost_by_peft
@@ -25,10 +28,16 @@ data: {{train: none.jsonl, seq_length: 32}}
 train: {{num_steps: 1, global_batch_size: 1}}
 optim: {{lr: 1e-3}}
 """
-STACKED = ("qwen3_moe", "mixtral", "olmoe", "granitemoe")  # peft also adapts their experts, which transformers stacks
+STACKED = (
+    "qwen3_moe",
+    "mixtral",
+    "olmoe",
+    "granitemoe",
+    "granitemoe_swa",
+)  # peft also adapts their experts, which transformers stacks
 OTHERS = (
     *STACKED,
-    *("afmoe", "ernie4_5_moe", "hunyuan_v1_moe", "qwen2_moe", "nemotron_h", "qwen3_next", "qwen3_5_moe_text"),
+    *("afmoe", "dots1", "ernie4_5_moe", "hunyuan_v1_moe", "qwen2_moe", "nemotron_h", "qwen3_next", "qwen3_5_moe_text"),
     *hf.ROUTED_FAMILIES,
     *hf.LATENT_FAMILIES,
     *hf.OWN_WINDOW_FAMILIES,
@@ -97,6 +106,16 @@ def test_gates_of_heads_are_linears(tmp_path: Path) -> None:
     names_of = [f"model.layers.{i}.self_attn.{name}_proj" for i in (0, 1) for name in "qgkvo"]
     assert names(weights) == names_of
     assert [weight.part_rows for weight in weights[::2]] == [(128, 16, 32, 32), (64, 8, 32, 32)]
+
+
+@pytest.mark.parametrize("family", sorted({*hf.LINEAR_FAMILIES, *hf.MAMBA_FAMILIES, "kimi_linear", "bailing_hybrid"}))
+def test_rules_name_parts_of_a_weight_in_the_order_of_its_rows(family: str) -> None:
+    """An adapter's rows in a weight follow from the order of the rules."""
+    mixer = Mamba2 if family in hf.MAMBA_FAMILIES else GatedDeltaNet
+    for name, parts in mixer.parts.items():
+        start = f"decoder.layers.self_attention.{name}."
+        named = [rule.ours.removeprefix(start) for rule in FAMILIES[family].rules if rule.ours.startswith(start)]
+        assert named == [part for part in parts if part in named] and len(named) >= 3
 
 
 def test_parts_of_a_weight(tmp_path: Path) -> None:

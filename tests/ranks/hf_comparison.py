@@ -2,19 +2,21 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sft.batch import Sample
 from tests.ranks.hf_models import (
     GRADIENT_TOLERANCE,
     MEAN_LOSS_TOLERANCE,
     backward,
-    check_losses,
+    check_token_losses,
     chunked_gradients,
+    expected_losses,
     in_float64,
     in_stored_names,
     packed_losses,
@@ -31,7 +33,6 @@ Layout = tuple[int, Sequence[str]]  # number of ranks, overrides of the recipe
 # The gradient of the decay of linear attention is a sum over all tokens whose terms cancel.  Our gradients differ by at
 # most 1.9e-5 from gradients in float64; those of transformers in fp32, with several seeds, by 6e-6 to 8e-5.
 DECAY_TOLERANCE = 3e-5
-LINEAR_SEED = 8  # seed of models with linear attention, see `hf.LINEAR`
 # `+full` or `+selective` at the end of a layout's name sets recomputation.
 LAYOUTS: dict[str, Layout] = {
     "one": (1, []),
@@ -64,11 +65,20 @@ LAYOUTS: dict[str, Layout] = {
 
 @dataclass(frozen=True)
 class Model:
-    """A transformers model in the folder `source`, and a recipe with its sizes."""
+    """A transformers model in the folder `source`, and a recipe with its sizes.
+
+    stored: gives tensors that transformers saves the form that they have in `source`
+    """
 
     source: Path
     model: Any
     recipe: list[str]
+    stored: Callable[..., dict[str, torch.Tensor]] = dict
+
+    @cached_property
+    def exact(self) -> Any:
+        """The model in float64."""
+        return in_float64(self.model)
 
 
 Models = Callable[[str], Model]
@@ -78,45 +88,27 @@ def saved_once(factory: pytest.TempPathFactory, table: Mapping[str, Mapping[str,
     """The models of `table`, which has arguments of `hf.save` or, with a vision tower, of `vision.save` by name.  A
     model is saved when a test first uses it."""
 
-    @cache
-    def get(name: str) -> Model:
-        form = vision if table[name]["family"] in vision.VISION else hf
-        source = form.save(factory.mktemp("model") / "source", **table[name])
-        model = form.load(source).train()
-        model.get_input_embeddings().padding_idx = None  # transformers gives this row of the embedding no gradient
-        return Model(source, model, recipe_of(source))
+    return cache(lambda name: _saved(factory.mktemp("model") / "source", **table[name]))
 
-    return get
+
+def _saved(source: Path, family: str, **fields: Any) -> Model:
+    form = form_of(family)
+    form.made(source, family, **fields)
+    model = form.load(source).train()
+    model.get_input_embeddings().padding_idx = None  # transformers gives this row of the embedding no gradient
+    stored = vision.transposed_experts if family.endswith("as released") else dict
+    return Model(source, model, recipe_of(source), stored)
+
+
+def form_of(family: str) -> Any:
+    """The module that makes and loads models of a family."""
+    return vision if family.partition(" ")[0] in vision.VISION else hf
 
 
 def skewed_packs() -> list[list[Sample]]:
     """The packs of `packs_of`, followed by a pack of each of their samples alone."""
     together = packs_of()
     return [*together, *([sample] for pack in together for sample in pack)]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model, given by arguments of `hf.save`, and the layouts on which it is compared, separated by spaces.
-
-    more_losses, more_gradients  further layouts, which only `make test-all` runs
-    """
-
-    model: dict[str, Any]
-    losses: str = ""
-    gradients: str = ""
-    more_losses: str = ""
-    more_gradients: str = ""
-
-
-def pairs(cases: Mapping[str, Case], field: str) -> list[Any]:
-    """(name, layout) of all cases: the layouts in `field` of a case, and those in its field of further layouts."""
-    return [
-        pytest.param(name, layout, marks=marks)
-        for name, case in cases.items()
-        for key, marks in ((field, ()), (f"more_{field}", pytest.mark.grid))
-        for layout in getattr(case, key).split()
-    ]
 
 
 def layout_of(text: str) -> Layout:
@@ -134,7 +126,35 @@ def compare_token_losses(
 ) -> None:
     world_size, overrides = layout
     results = ranks(world_size).run(*around, packed_losses, [*model.recipe, *overrides], str(model.source), packs)
-    check_losses(results, model.model, packs)
+    check_token_losses(results, expected_losses(model.exact, packs), packs)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What transformers computes in float64: the mean loss over the supervised tokens, their number, and gradients."""
+
+    loss: float
+    num_tokens: int
+    gradients: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, model: Model, texts: Sequence[Sample]) -> "Expected":
+        loss, count = backward(model.exact, texts)
+        return cls(loss, count, model.stored(stored_gradients(model.exact)))
+
+
+def check_gradients(
+    results: list[Any],
+    model: Model,
+    expected: Expected,
+    decay_tolerance: float = DECAY_TOLERANCE,
+    tolerance: float = GRADIENT_TOLERANCE,
+) -> None:
+    """Checks the results of `chunked_gradients` on all ranks: the mean loss, and each gradient by its norm."""
+    for result in results:
+        assert result["num_tokens"] == expected.num_tokens
+        assert result["loss"] == pytest.approx(expected.loss, rel=MEAN_LOSS_TOLERANCE)
+    check_parameters(in_stored_names(model.source, results), expected.gradients, tolerance, decay_tolerance)
 
 
 def compare_gradients(
@@ -147,17 +167,12 @@ def compare_gradients(
     tolerance: float = GRADIENT_TOLERANCE,
     texts: Sequence[Sample] | None = None,
 ) -> None:
-    """Compares the mean loss over the supervised tokens of all packs, and each gradient by its norm.
+    """Compares the mean loss over the supervised tokens of all packs, and each gradient.
 
     texts: what transformers computes, one after the other; None: the samples of all packs
     """
     world_size, overrides = layout
-    reference = in_float64(model.model)
-    expected_loss, count = backward(reference, texts or [sample for pack in packs for sample in pack])
     recipe = [*model.recipe, *overrides]
     results = ranks(world_size).run(*around, chunked_gradients, recipe, str(model.source), packs)
-    for result in results:
-        assert result["num_tokens"] == count
-        assert result["loss"] == pytest.approx(expected_loss, rel=MEAN_LOSS_TOLERANCE)
-    gradients, expected = in_stored_names(model.source, results), stored_gradients(reference)
-    check_parameters(gradients, expected, tolerance, decay_tolerance)
+    expected = Expected.of(model, texts or [sample for pack in packs for sample in pack])
+    check_gradients(results, model, expected, decay_tolerance, tolerance)

@@ -22,7 +22,7 @@ from sft.mcore.gradients import GradientChunk, gradient_chunks
 from sft.mcore.linear_attention.delta_rule import Inputs
 from sft.weights.load import load_weights
 from tests.ranks import scenarios
-from tests.unit.fixtures.hf import olmo_as_released
+from tests.unit.fixtures import hf, vision
 from tests.unit.fixtures.recurrence import recurrence
 
 # Two fp32 implementations; one rounding of a loss of 8 to 16 nats is 1e-6; the measured maximum is 4.8e-6.
@@ -31,11 +31,21 @@ MEAN_LOSS_TOLERANCE = 1e-6  # relative; the roundings of some 100 tokens average
 GRADIENT_TOLERANCE = 1e-5  # relative to the norm of a parameter's gradient; the measured maximum is 3.4e-6
 # A wrong model must differ by at least this; otherwise, equality within the tolerance would prove nothing.
 VISIBLE = 1e-2
+# Two steps of Adam whose epsilon is so large that a step does not magnify the rounding of small gradients.
+CURVE = [
+    *("optim.lr=1e-2", "optim.epsilon=1e-2", "optim.clip_grad=1e9", "optim.schedule=constant"),
+    *("optim.warmup_steps=null", "train.num_steps=2"),
+]
 # The step of torch.optim.AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1) after clip_grad_norm_(..., 0.5).
 ADAMW = [
     *("optim.schedule=constant", "optim.lr=1e-3", "optim.warmup_steps=null", "optim.clip_grad=0.5"),
     *("optim.weight_decay=0.1", "train.num_steps=11"),
 ]
+# What transformers saves, in the form of released files.
+RELEASED: dict[str, Callable[..., dict[str, torch.Tensor]]] = {
+    "olmo_hybrid": hf.olmo_as_released,
+    "kimi_k25": vision.kimi_as_released,
+}
 LONG, SHORT = (200, 37, 64, 5, 90), (60, 33, 20, 41, 64)  # numbers of tokens of five documents
 
 
@@ -70,6 +80,31 @@ def chunked_gradients(overrides: Sequence[str], folder: str, packs: Sequence[Seq
         }
 
 
+def computed(
+    overrides: Sequence[str],
+    folder: str,
+    packs: Sequence[Sequence[Sample]],
+    trained: Sequence[Sequence[Sample]],
+) -> dict[str, Any]:
+    """What `packed_losses` and `chunked_gradients` return, and the losses and gradient norms of two steps.
+
+    trained: the packs of a step
+    """
+    with scenarios.running([*overrides, *CURVE], has_weights=False) as engine:
+        load(engine, folder)
+        losses = scenarios.losses_of(engine, packs)
+        first = engine.train_step(scenarios.microbatches_of(engine, trained))
+        chunks = parts_of(gradient_chunks(engine))
+        second = engine.train_step(scenarios.microbatches_of(engine, trained))
+        return {
+            "losses": losses,
+            "chunks": chunks,
+            "loss": first.objective / first.num_tokens,
+            "num_tokens": first.num_tokens,
+            "curve": [(step.objective / step.num_tokens, step.grad_norm) for step in (first, second)],
+        }
+
+
 # name, shape of the whole parameter, offset of the part, values
 Part = tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]
 
@@ -93,8 +128,8 @@ def in_stored_names(
     """The gradients of all ranks under the names of the tensors in `source`; checks that every gradient is used."""
     whole = assembled(chunk for result in results for chunk in result["chunks"])
     found: dict[str, torch.Tensor] = {}
-    used, arch = set(), architecture(read(source), str(source))
-    for mapping in arch.family.mappings(arch.model.model_copy(update={"has_mtp": has_mtp}), arch.vocab_size):
+    used = set()
+    for mapping in open_source(source, has_mtp=has_mtp).mappings:
         name, expert = mapping.key, () if mapping.expert is None else (mapping.expert,)
         if mapping.layer is not None:
             inner = name.removeprefix("decoder.layers.").removeprefix(f"{mapping.layer}.")
@@ -121,7 +156,7 @@ def stored_gradients(
     """
     found = {name: tensor for name, param in model.named_parameters() if (tensor := of(param)) is not None}
     stored = {name: tensor.clone() for name, tensor in revert_weight_conversion(model, found).items()}
-    return olmo_as_released(stored) if model.config.model_type == "olmo_hybrid" else stored
+    return RELEASED.get(model.config.model_type, dict)(stored)
 
 
 def hf_losses(model: Any, sample: Sample) -> torch.Tensor:
@@ -164,19 +199,32 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor
     return recurrence(inputs, [0, q.shape[1]], [None])[0][None], None
 
 
+def expected_losses(model: Any, packs: Sequence[Sequence[Sample]]) -> list[list[torch.Tensor]]:
+    """The token losses of transformers for each sample of each pack."""
+    with torch.no_grad():
+        return [[hf_losses(model, sample) for sample in samples] for samples in packs]
+
+
 def check_losses(
     results: list[Any], model: Any, packs: list[list[Sample]], tolerance: float = TOKEN_LOSS_TOLERANCE
 ) -> None:
     """Every sample of every pack has the token losses of the transformers model, whichever rank holds its tokens."""
     exact = in_float64(model) if isinstance(model, torch.nn.Module) else model
-    for i, samples in enumerate(packs):
+    check_token_losses(results, expected_losses(exact, packs), packs, tolerance)
+
+
+def check_token_losses(
+    results: list[Any],
+    expected: Sequence[Sequence[torch.Tensor]],
+    packs: Sequence[Sequence[Sample]],
+    tolerance: float = TOKEN_LOSS_TOLERANCE,
+) -> None:
+    for number, (samples, losses_of_pack) in enumerate(zip(packs, expected, strict=True)):
         aligned = [-(-len(sample.tokens) // 32) * 32 for sample in samples]
-        losses = scenarios.in_pack_order(results, i, sum(aligned))
-        for sample, start in zip(samples, np.cumsum([0, *aligned])):
-            with torch.no_grad():
-                expected = hf_losses(exact, sample).numpy()
-            found = losses[start : start + len(expected)]
-            np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
+        found = scenarios.in_pack_order(results, number, sum(aligned))
+        for start, loss in zip(np.cumsum([0, *aligned]), losses_of_pack):
+            ours = found[start : start + len(loss)]
+            np.testing.assert_allclose(ours, loss.detach().numpy(), rtol=0, atol=tolerance)
 
 
 def backward(model: Any, samples: Sequence[Sample]) -> tuple[float, int]:

@@ -1,40 +1,47 @@
 """Adapters in peft and in our engine with the same random values: token losses, gradients and steps of both."""
 
-import re
-from collections.abc import Iterable, Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
+from safetensors.torch import save_file
 
 from sft.batch import Sample
 from sft.layers.adapters import names_of
 from sft.mcore.engine import Engine
+from sft.mcore.gradients import gradient_chunks
 from sft.mcore.lora import adapted
+from sft.mcore.optimizer import build
 from tests.ranks import scenarios
-from tests.ranks.hf_models import Part, assembled, hf_losses, load
+from tests.ranks.hf_models import Part, assembled, hf_losses, in_float64, load, parts_of, recipe_of
 from tests.unit.fixtures import hf
 
 RANK, ALPHA = 3, 5.0
 HEAD = "base_model.model."  # prefix of names in peft
 WHOLE = {"embedding.word_embeddings.weight": "model.embed_tokens.weight", "output_layer.weight": "lm_head.weight"}
 VALUES = 0.2  # standard deviation of the factors, so that adapters change losses visibly
+# With wider adapters, weights of the delta rule magnify the rounding of fp32: 1.1e-5 of a loss of Olmo Hybrid.
+SMALL = 0.05
 
 
-def factors(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+def factors(shapes: dict[str, tuple[int, ...]], std: float = VALUES) -> dict[str, torch.Tensor]:
     """Random factors by their names in peft, without the prefix."""
     generator = torch.Generator().manual_seed(11)
-    return {name: torch.randn(shape, generator=generator) * VALUES for name, shape in sorted(shapes.items())}
+    return {name: torch.randn(shape, generator=generator) * std for name, shape in sorted(shapes.items())}
 
 
-def peft_model(folder: Path, targets: Any, **fields: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A transformers model with adapters, and the values of the adapters."""
+def peft_model(
+    folder: Path, targets: Any, *, exact: bool = False, std: float = VALUES, **fields: Any
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A transformers model with adapters, and the values of the adapters.  exact: computes in float64"""
     settings = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, task_type="CAUSAL_LM", **fields)
-    model = peft.get_peft_model(hf.load(folder), settings)
+    model = peft.get_peft_model(in_float64(hf.load(folder)) if exact else hf.load(folder), settings)
     stored = {name.removeprefix(HEAD): tensor for name, tensor in peft.get_peft_model_state_dict(model).items()}
-    values = factors({name: tuple(tensor.shape) for name, tensor in stored.items()})
+    values = factors({name: tuple(tensor.shape) for name, tensor in stored.items()}, std)
     peft.set_peft_model_state_dict(model, {HEAD + name: value for name, value in values.items()})
     return model.eval(), values
 
@@ -59,19 +66,38 @@ def fill(engine: Engine, values: dict[str, torch.Tensor]) -> None:
         assert used == values.keys(), used ^ values.keys()
 
 
-def packed_losses(
-    overrides: Sequence[str], folder: str, values: dict[str, torch.Tensor], packs: Sequence[Sequence[Sample]]
-) -> list[Any]:
+def lora_recipe(source: Path, targets: Sequence[str] | str) -> list[str]:
+    named = targets if isinstance(targets, str) else f"[{', '.join(targets)}]"
+    return [*recipe_of(source), f"model.hf={source}", f"lora={{rank: {RANK}, alpha: {ALPHA}, targets: {named}}}"]
+
+
+def losses_and_gradients(
+    overrides: list[str], folder: str, values: dict[str, torch.Tensor], packs: Sequence[Sequence[Sample]]
+) -> dict[str, Any]:
+    """This rank's token losses; and the mean loss over supervised tokens of all packs, this rank's parts of its
+    gradients, and their norm."""
     with scenarios.running(overrides) as engine:
         load(engine, folder)
         fill(engine, values)
-        return scenarios.losses_of(engine, packs)
+        losses = scenarios.losses_of(engine, packs)
+        totals = engine._run(scenarios.microbatches_of(engine, packs), forward_only=False)
+        chunks = parts_of(gradient_chunks(engine))
+        engine.optimizer.prepare_grads()
+        norm = build._norm(engine.optimizer, engine.groups.device)
+        loss = totals.objective / totals.num_tokens
+        return {"losses": losses, "gradients": chunks, "loss": loss, "norm": norm}
+
+
+def shapes_of(overrides: list[str]) -> dict[str, tuple[int, ...]]:
+    with scenarios.running(overrides) as engine:
+        shards = adapted.linear_tensors(engine.chunks)
+        return {shard.key.removeprefix(adapted.PREFIX): tuple(shard.global_shape) for shard in shards}
 
 
 def peft_gradients(model: Any, packs: Sequence[Sequence[Sample]]) -> tuple[dict[str, torch.Tensor], float]:
     """The gradients, by stored name, of the mean loss over supervised tokens; and this loss."""
     model.zero_grad()
-    total, count = torch.zeros(()), 0
+    total, count = torch.zeros((), dtype=torch.float64), 0
     for sample in (sample for pack in packs for sample in pack):
         losses, supervised = hf_losses(model, sample), torch.from_numpy(sample.weights[1:] > 0)
         total, count = total + losses[supervised].sum(), count + int(supervised.sum())
@@ -92,7 +118,6 @@ def adapted_weights(model: Any, values: dict[str, torch.Tensor]) -> dict[str, to
             continue
         module = name.removesuffix(".lora_A.weight")
         delta = ALPHA / RANK * values[f"{module}.lora_B.weight"] @ values[name]
-        module = re.sub(r"^backbone\.", "model.", module)  # Nemotron-H
         block, is_expert, rest = module.partition(".experts.")
         if not is_expert:
             weights[f"{module}.weight"] = weights[f"{module}.weight"] + delta
@@ -100,14 +125,43 @@ def adapted_weights(model: Any, values: dict[str, torch.Tensor]) -> dict[str, to
         number, kind = rest.split(".")
         kind = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(kind, kind)  # names in files of Mixtral
         block = block.replace("block_sparse_moe", "mlp")
-        is_whole = f"{block}.experts.{kind}" in weights  # without a gate, up is a stack, too
-        stack = f"{block}.experts.{kind if is_whole else 'gate_up_proj'}"
+        stack = f"{block}.experts.{'down_proj' if kind == 'down_proj' else 'gate_up_proj'}"
         height = weights[stack].shape[1]
-        rows = (0, height) if is_whole else {"gate_proj": (0, height // 2), "up_proj": (height // 2, height)}[kind]
+        half = height // 2
+        rows = {"gate_proj": (0, half), "up_proj": (half, height), "down_proj": (0, height)}[kind]
         padded = torch.nn.functional.pad(delta, (0, 0, rows[0], height - rows[1]))
         is_it = torch.nn.functional.one_hot(torch.tensor(int(number)), len(weights[stack]))[:, None, None]
         weights[stack] = weights[stack] + is_it * padded
     return weights
+
+
+def merged(source: Path, folder: Path, values: dict[str, torch.Tensor]) -> Path:
+    """Writes the model in `source` with adapters merged, in float64."""
+    shutil.copytree(source, folder)
+    weights = {name: tensor.double() for name, tensor in hf.tensors(source).items()}
+    for module, a, b in _products(values):
+        weights[f"{module}.weight"] += ALPHA / RANK * b @ a
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def gradients_of_factors(
+    gradients: Mapping[str, torch.Tensor], values: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The gradients of the factors of W + s B A, from those of merged weights: s B^T dW of A, and s dW A^T of B."""
+    found = {}
+    for module, a, b in _products(values):
+        of_weight = ALPHA / RANK * gradients[f"{module}.weight"]
+        found |= {f"{module}.lora_A.weight": b.T @ of_weight, f"{module}.lora_B.weight": of_weight @ a.T}
+    return found
+
+
+def _products(values: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """The name of each adapted Linear, and A and B in float64."""
+    for name in values:
+        if name.endswith(".lora_A.weight"):
+            module = name.removesuffix(".lora_A.weight")
+            yield module, values[name].double(), values[f"{module}.lora_B.weight"].double()
 
 
 @dataclass(frozen=True)

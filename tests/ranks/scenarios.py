@@ -345,17 +345,21 @@ def backward(engine: Engine, microbatches: list[Microbatch]) -> tuple[Totals, di
 
 def local_token_losses(engine: Engine, microbatch: Microbatch) -> Tensor | None:
     """-log p(label) of every local token, float32 [t], on the last pipeline stage; None elsewhere."""
-    everywhere = replace(microbatch, loss_weights=torch.ones_like(microbatch.loss_weights), further=None)
-    return next((-rows.logprob for _, rows in engine.measure([everywhere], forward_only=True)), None)
+    return _local_losses(engine, [microbatch])[0]
+
+
+def _local_losses(engine: Engine, microbatches: Sequence[Microbatch]) -> Sequence[Tensor | None]:
+    everywhere = [replace(mb, loss_weights=torch.ones_like(mb.loss_weights), further=None) for mb in microbatches]
+    measured = [-rows.logprob for _, rows in engine.measure(everywhere, forward_only=True)]
+    return measured or [None] * len(microbatches)
 
 
 def losses_of(engine: Engine, packs: Sequence[Sequence[Sample]]) -> list[Any]:
     """For each pack, the positions of the local tokens and their -log p(label); None on ranks without the last
     stage."""
+    microbatches = [microbatch_of(engine, samples) for samples in packs]
     found = []
-    for samples in packs:
-        microbatch = microbatch_of(engine, samples)
-        losses = local_token_losses(engine, microbatch)
+    for microbatch, losses in zip(microbatches, _local_losses(engine, microbatches)):
         where = context_parallel.local_indices(microbatch.cu_seqlens.numpy(), engine.layout.cp, engine.groups.cp_rank)
         found.append(None if losses is None else (where, losses.numpy()))
     return found

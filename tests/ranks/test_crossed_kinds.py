@@ -20,7 +20,7 @@ from sft.mcore.engine import Engine
 from sft.mcore.linear_attention.delta_rule import Inputs
 from sft.weights import trained
 from tests.ranks import scenarios
-from tests.ranks.hf_models import MEAN_LOSS_TOLERANCE, TOKEN_LOSS_TOLERANCE
+from tests.ranks.hf_models import MEAN_LOSS_TOLERANCE, check_token_losses
 from tests.ranks.layouts import CP, PP, SP
 from tests.ranks.pool import Ranks
 from tests.unit.fixtures.recurrence import recurrence
@@ -303,7 +303,7 @@ def test_crossed_kinds_have_the_losses_and_gradients_of_a_loop(ranks: Ranks, nam
     weights = {key: torch.from_numpy(value).double().requires_grad_() for key, value in one["weights"].items()}
     both = [[reference_losses(weights, sample.tokens, BASES.get(name, {})) for sample in pack] for pack in packs]
     expected = [[first for first, _ in pack] for pack in both]
-    check_losses([one["losses"]], packs, expected)
+    check_token_losses([one["losses"]], expected, packs)
     masks = [[torch.from_numpy(sample.weights[1:] > 0) for sample in pack] for pack in packs]
     pairs = [(loss, mask) for pack, own in zip(expected, masks) for loss, mask in zip(pack, own)]
     mean = torch.cat([loss[mask] for loss, mask in pairs]).mean()
@@ -317,13 +317,4 @@ def test_crossed_kinds_have_the_losses_and_gradients_of_a_loop(ranks: Ranks, nam
     gradients = {key: weight.grad.numpy() for key, weight in weights.items()}
     scenarios.check_parameters(one["gradients"], gradients, GRADIENT_TOLERANCE, DECAY_TOLERANCE)
     for world_size, overrides in LAYOUTS:
-        check_losses(ranks(world_size).run(losses, [*MODELS[name], *overrides], packs), packs, expected)
-
-
-def check_losses(results: Sequence[list[Any]], packs: list[list[Sample]], expected: list[list[Tensor]]) -> None:
-    for number, (pack, losses_of_pack) in enumerate(zip(packs, expected)):
-        aligned = [-(-len(sample.tokens) // 32) * 32 for sample in pack]
-        found = scenarios.in_pack_order(results, number, sum(aligned))
-        for start, loss in zip(np.cumsum([0, *aligned]), losses_of_pack):
-            ours = found[start : start + len(loss)]
-            np.testing.assert_allclose(ours, loss.detach().numpy(), rtol=0, atol=TOKEN_LOSS_TOLERANCE)
+        check_token_losses(ranks(world_size).run(losses, [*MODELS[name], *overrides], packs), expected, packs)

@@ -13,15 +13,8 @@ import torch
 
 from sft.mcore.modules.stored import sharded_tensors
 from tests.ranks import etp_on_gloo, scenarios
-from tests.ranks.hf_comparison import (
-    LINEAR_SEED,
-    Layout,
-    Model,
-    Models,
-    compare_gradients,
-    compare_token_losses,
-    saved_once,
-)
+from tests.ranks.hf_cases import LINEAR_SEED
+from tests.ranks.hf_comparison import Layout, Model, Models, compare_gradients, compare_token_losses, saved_once
 from tests.ranks.hf_models import load, packs_of, recipe_of
 from tests.ranks.layouts import EP, GEMMA, SP
 from tests.ranks.pool import Ranks

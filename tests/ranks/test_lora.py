@@ -1,7 +1,7 @@
 """LoRA equals that of peft on every layout: token losses, gradients of all factors, and steps of AdamW."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +11,22 @@ from peft.optimizers import create_loraplus_optimizer
 
 from sft.mcore.checkpoint_io.optimizer_shards import optimizer_slices
 from sft.mcore.engine import Engine
-from sft.mcore.gradients import gradient_chunks
 from sft.mcore.lora import adapted
 from sft.mcore.modules.stored import sharded_tensors
-from sft.mcore.optimizer import build
 from tests.ranks import etp_on_gloo, scenarios
-from tests.ranks.hf_models import ADAMW, SHORT, check_losses, load, packs_of, parts_of, recipe_of
+from tests.ranks.hf_models import ADAMW, SHORT, check_token_losses, expected_losses, load, packs_of
 from tests.ranks.layouts import CP, EP, GRADIENT_TOLERANCE, PP, SHARDED, SP, STEP_TOLERANCE, TP
 from tests.ranks.peft_models import (
-    ALPHA,
-    RANK,
+    SMALL,
+    VALUES,
     Adapted,
     factors,
     fill,
-    packed_losses,
+    lora_recipe,
+    losses_and_gradients,
     peft_gradients,
     peft_model,
+    shapes_of,
     shard_parts,
     steps,
     trained_of,
@@ -41,22 +41,6 @@ ATTENTION = ["q_proj", "v_proj", "o_proj"]
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 
 
-def lora_recipe(source: Path, targets: Sequence[str] | str) -> list[str]:
-    named = targets if isinstance(targets, str) else f"[{', '.join(targets)}]"
-    return [*recipe_of(source), f"model.hf={source}", f"lora={{rank: {RANK}, alpha: {ALPHA}, targets: {named}}}"]
-
-
-def gradients(overrides: list[str], folder: str, values: dict[str, torch.Tensor], packs: Any) -> dict[str, Any]:
-    with scenarios.running(overrides) as engine:
-        load(engine, folder)
-        fill(engine, values)
-        totals = engine._run(scenarios.microbatches_of(engine, packs), forward_only=False)
-        chunks = parts_of(gradient_chunks(engine))
-        engine.optimizer.prepare_grads()
-        norm = build._norm(engine.optimizer, engine.groups.device)
-        return {"gradients": chunks, "loss": totals.objective / totals.num_tokens, "norm": norm}
-
-
 def check(
     pool: RankPool,
     recipe: list[str],
@@ -69,11 +53,10 @@ def check(
 ) -> None:
     """Token losses, gradients and the gradient norm equal those of `model`, whose adapters have the given values."""
     packs = packs_of(SHORT)
-    losses = pool.run(run, packed_losses, recipe, str(source), values, packs)
-    check_losses(losses, model, packs)
+    results = pool.run(run, losses_and_gradients, recipe, str(source), values, packs)
+    check_token_losses([result["losses"] for result in results], expected_losses(model, packs), packs)
     expected, _ = peft_gradients(model, packs)
     assert all(tensor.norm() > 0 for tensor in expected.values()), "a factor without a gradient shows nothing"
-    results = pool.run(run, gradients, recipe, str(source), values, packs)
     check_parameters(whole(results, "gradients"), expected, tolerance)
     norm = float(torch.stack([tensor.norm() for tensor in expected.values()]).norm())
     assert all(result["norm"] == pytest.approx(norm, rel=GRADIENT_TOLERANCE) for result in results)
@@ -100,8 +83,6 @@ CASES = [
     # kv_b_proj is applied to gathered latents, one head group at a time; every rank holds the whole kv_a_proj_with_mqa.
     ("deepseek_v3", LATENT, 4, [*CP, *SP, SELECTIVE]),
     ("deepseek_v3", ["kv_b_proj", "q_a_proj"], 4, [*PP, *SP, FULL]),
-    # g_proj has the gates of heads; layers differ in heads.
-    ("laguna", [*ATTENTION, "k_proj", "g_proj"], 2, [*SP, SELECTIVE]),
     ("qwen3", ["k_proj", "up_proj"], 4, [*TP, *PP, SELECTIVE]),
     ("phi3", "all-linear", 4, [*CP, *SP, FULL]),
     ("qwen3", "all-linear", 2, [*CP, *SHARDED, "parallel.shard=weights", FULL]),
@@ -111,20 +92,17 @@ CASES = [
 MORE = [
     ("llama", "all-linear", 2, [TILES]),
     ("phi3", ["qkv_proj", "down_proj"], 1, [SELECTIVE]),
-    ("mimo_v2_flash", [*ATTENTION, "k_proj"], 2, [*CP, FULL]),  # values are narrower than keys
-    ("ernie4_5", "all-linear", 2, SP),
-    ("hunyuan_v1_dense", "all-linear", 2, [*SP, SELECTIVE]),
     ("deepseek_v3", LATENT, 2, SP),
     ("moonlight", ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj"], 2, SP),
     ("moonlight", ["q_proj", "kv_b_proj", "o_proj"], 4, [*PP, *CP, SELECTIVE]),
     ("glm4_moe_lite", LATENT, 2, CP),
     ("glm4_moe_lite", LATENT, 4, [*SP, FULL]),
+    ("olmo_hybrid", ["q_proj", "g_proj", "b_proj", "o_proj"], 2, [*SP, SELECTIVE]),
 ]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {"moonlight": ("deepseek_v3", dict(q_lora_rank=None))}
 # With wider weights, or adapters of every Linear, rounding in both implementations is up to 6e-5.
 LINEAR: dict[str, Any] = dict(initializer_range=0.05, seed=8)
-# Of a gradient's norm.  Our sum of output and adapters rounds once, peft's twice; the delta rule amplifies the
-# difference to 1.5e-5.  Both differ from float64 by as much.
+# Of a gradient's norm.  The delta rule amplifies the rounding of the sum of output and adapters to 1.5e-5.
 LINEAR_TOLERANCE = 2e-5
 
 
@@ -134,7 +112,7 @@ def test_losses_and_gradients_are_those_of_peft(
 ) -> None:
     family, fields = MODELS.get(family, (family, LINEAR if family in hf.LINEAR_FAMILIES else {}))
     source = hf.save(tmp_path / "source", family, **fields)
-    model, values = peft_model(source, targets)
+    model, values = peft_model(source, targets, exact=True, std=SMALL if family == "olmo_hybrid" else VALUES)
     tolerance = LINEAR_TOLERANCE if family in hf.LINEAR_FAMILIES else GRADIENT_TOLERANCE
     recipe = [*lora_recipe(source, targets), *overrides]
     check(ranks(world_size), recipe, source, values, model, tolerance=tolerance)
@@ -148,7 +126,7 @@ def test_adapters_of_latents_whose_keys_are_expanded_before_attention(
 ) -> None:
     """As with Transformer Engine, whose kernel gets keys and values of all heads."""
     source = hf.save(tmp_path / "source", "deepseek_v3")
-    model, values = peft_model(source, LATENT)
+    model, values = peft_model(source, LATENT, exact=True)
     recipe = [*lora_recipe(source, LATENT), *overrides]
     check(ranks(world_size), recipe, source, values, model, with_plain_attention)
 
@@ -163,7 +141,6 @@ ROUTED_GRID = [
     ("deepseek_v3", ["experts.*", "shared_experts.*", "kv_b_proj"], 2, [*SP, *EP]),
     ("deepseek_v3", ["down_proj", "q_b_proj"], 4, [*EP, *CP, *SP, SELECTIVE]),
     ("glm4_moe_lite", ["experts.*", "kv_b_proj"], 2, [*EP, *CP]),
-    ("mistral4", ["q_b_proj", "kv_b_proj", "shared_experts.*"], 2, [*EP, *CP]),
 ]
 
 
@@ -178,11 +155,7 @@ ROUTED_GRID = [
         ("qwen2_moe", ["shared_expert.*", "experts.*.down_proj"], 4, [*SP, *EP]),
         # Linears of the first layer, which has no experts, and of the shared experts and experts of the other layers.
         ("glm4_moe", ["q_proj", "down_proj"], 2, [*SP, *EP]),
-        # The output gate of attention has a Linear of its own, named like those of MLPs.
-        ("afmoe", ["gate_proj", "q_proj"], 2, [*SP, *EP]),
         ("qwen3_moe", EXPERTS, 4, [*SP, *ETP, *EP, *CP]),
-        # Mamba-2, attention, MLPs without a gate, and experts with the projections to their latent and back.
-        ("nemotron_h", ["all-linear", "experts.*"], 2, [*SP, *EP, SELECTIVE]),
         *in_grid(ROUTED_GRID),
     ],
     ids=str,
@@ -200,12 +173,6 @@ def model_with_experts(ranks: Ranks, source: Path, targets: list[str]) -> tuple[
     (shapes,) = ranks(1).run(shapes_of, lora_recipe(source, targets))
     values = {name: value.requires_grad_() for name, value in factors(shapes).items()}
     return Adapted(hf.load(source).eval(), values), {name: value.detach().clone() for name, value in values.items()}
-
-
-def shapes_of(overrides: list[str]) -> dict[str, tuple[int, ...]]:
-    with scenarios.running(overrides) as engine:
-        shards = adapted.linear_tensors(engine.chunks)
-        return {shard.key.removeprefix(adapted.PREFIX): tuple(shard.global_shape) for shard in shards}
 
 
 STEPS = 10

@@ -43,13 +43,13 @@ PROBES = {
 def save(folder: Path, case: str) -> None:
     """Saves a model of the family, as transformers does."""
     name, _, windows = case.partition(" ")
-    outer, _, inner = name.partition("/")
+    outer = name.partition("/")[0]
     if name in hf.FAMILIES:
         hf.save(folder, name, **(WINDOWS[name] if windows else {}))
     elif name == "kimi_k2":  # transformers has no such type; the files are those of DeepSeek-V3
         hf.change(hf.save(folder, "deepseek_v3"), model_type=name)
     else:
-        vision.save(folder, name if name in vision.VISION else "ministral3" if inner == "ministral3" else outer)
+        vision.save(folder, name if name in vision.VISION else outer)
 
 
 def marked(names: list[str], quick: tuple[str, ...]) -> list[Any]:

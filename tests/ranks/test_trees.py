@@ -10,7 +10,8 @@ import pytest
 from sft.batch import Sample
 from tests.builders import answer
 from tests.ranks import scenarios
-from tests.ranks.hf_comparison import LINEAR_SEED, Models, compare_gradients, layout_of, saved_once
+from tests.ranks.hf_cases import LINEAR_SEED
+from tests.ranks.hf_comparison import Models, compare_gradients, layout_of, saved_once
 from tests.ranks.hf_models import GRADIENT_TOLERANCE
 from tests.ranks.layouts import AUX, CP, LATENT, LINEAR, MAMBA, MODELS, MOE
 from tests.ranks.pool import Ranks

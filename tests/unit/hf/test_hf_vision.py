@@ -26,8 +26,7 @@ def test_the_window_of_the_language_model(changed: dict[str, Any]) -> None:
 def test_a_silent_config_means_what_transformers_takes(family: str) -> None:
     text = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=32, vocab_size=100)
     if vision.VISION[family] == "Mistral3":
-        inner = {"mistral3": "mistral", "mistral3/mistral4": "mistral4"}
-        text |= dict(model_type=inner.get(family, family), sliding_window=None)
+        text |= dict(model_type=family.partition("/")[2] or "mistral", sliding_window=None)
     text |= dict(hidden_size_per_layer_input=0) if family == "gemma4" else {}
     text |= dict(model_type="exaone4") if family == "exaone4_5" else {}
     text |= dict(num_hidden_layers=4) if family == "step3p7" else {}  # the first three have no experts
@@ -41,7 +40,7 @@ def test_a_silent_config_means_what_transformers_takes(family: str) -> None:
     assert model.norm_epsilon == theirs.rms_norm_eps
     assert model.rope.base == full_attention(theirs)["rope_theta"]
     scalings = {
-        "ministral3": "yarn",
+        "mistral3/ministral3": "yarn",
         "mistral3/mistral4": "yarn",
         "gemma4": "proportional",
         "gemma4_unified": "proportional",

@@ -20,7 +20,7 @@ CASES = [
     ("qwen3_vl_moe as released", False, torch.bfloat16),
     ("qwen3_vl_moe", True, torch.float32),
     ("mistral3", False, torch.bfloat16),
-    ("ministral3", True, torch.float32),
+    ("mistral3/ministral3", True, torch.float32),
     ("mistral3/mistral4", False, torch.bfloat16),
     ("qwen3_5", False, torch.bfloat16),
     ("muse_glimmer", True, torch.bfloat16),

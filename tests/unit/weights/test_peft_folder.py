@@ -173,7 +173,7 @@ def test_peft_computes_the_same_with_what_we_write(
     assert_peft_computes_the_same(ours)
 
 
-@pytest.mark.parametrize("family", ["mistral3", "ministral3", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["mistral3", "mistral3/ministral3", "qwen2_5_vl", "qwen3_vl"])
 def test_peft_computes_the_same_beside_a_vision_tower(tmp_path: Path, family: str) -> None:
     """In memory, its modules have other names than in the files, and the vision tower may also have a q_proj."""
     ours = Written(tmp_path, lambda path: vision.save(path, family), ATTENTION + MLP, has_vision=True)

@@ -350,7 +350,7 @@ def local_token_losses(engine: Engine, microbatch: Microbatch) -> Tensor | None:
 
 def _local_losses(engine: Engine, microbatches: Sequence[Microbatch]) -> Sequence[Tensor | None]:
     everywhere = [replace(mb, loss_weights=torch.ones_like(mb.loss_weights), further=None) for mb in microbatches]
-    measured = [-rows.logprob for _, rows in engine.measure(everywhere, forward_only=True)]
+    measured = [-rows.logprob for _, rows in engine.measure(everywhere, forward_only=True)] if everywhere else []
     return measured or [None] * len(microbatches)
 
 

@@ -20,7 +20,6 @@ from tests.ranks.hf_models import (
     in_float64,
     in_stored_names,
     packed_losses,
-    packs_of,
     recipe_of,
     stored_gradients,
 )
@@ -103,12 +102,6 @@ def _saved(source: Path, family: str, **fields: Any) -> Model:
 def form_of(family: str) -> Any:
     """The module that makes and loads models of a family."""
     return vision if family.partition(" ")[0] in vision.VISION else hf
-
-
-def skewed_packs() -> list[list[Sample]]:
-    """The packs of `packs_of`, followed by a pack of each of their samples alone."""
-    together = packs_of()
-    return [*together, *([sample] for pack in together for sample in pack)]
 
 
 def layout_of(text: str) -> Layout:

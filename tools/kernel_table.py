@@ -85,7 +85,10 @@ def row(sizes: str, capability: tuple[int, int]) -> Row:
     able = [name for name, reason in why_not.items() if reason is None] or [kernels.PLAIN]
     chosen = TRANSFORMER_ENGINE if why_not[TRANSFORMER_ENGINE] is None else able[0]
     if chosen == TRANSFORMER_ENGINE:
-        preferred = "Transformer Engine has FP8 and fused modules, too; attention.backend=portable uses them"
+        preferred = (
+            "auto prefers Transformer Engine, which also has FP8 and fused modules; with attention.backend=portable, "
+            "the fastest other kernel runs"
+        )
         why_not |= {name: preferred for name in able}
     refusals = {
         name: reason

@@ -137,7 +137,7 @@ def planned(case: Case) -> str:
 
 @contextmanager
 def released_models() -> Iterator[None]:
-    """Changes to a temporary folder in which each name of a model is a folder with its config.json."""
+    """A context in a temporary working folder, which has a folder with config.json for each name of a model."""
     with TemporaryDirectory() as folder, chdir(folder):
         for name, file in CONFIGS.items():
             Path(name).mkdir(parents=True)

@@ -89,7 +89,10 @@ def _work_panel(left: int, title: str, ranks: dict[int, int]) -> Iterator[str]:
 
 
 def zigzag() -> str:
-    """The pack of docs/concepts/life-of-a-batch.md: documents of 16 and 8 tokens at cp 2."""
+    """The tokens that each rank holds, as SVG, for the pack of docs/concepts/life-of-a-batch.md.
+
+    The pack has documents of 16 and 8 tokens, at cp 2.
+    """
     cu_seqlens, cp = np.array([0, 16, 24]), 2
     rank_of = {int(i): rank for rank in range(cp) for i in local_indices(cu_seqlens, cp, rank)}
     parts = [row(40, "pack"), *_documents(cu_seqlens, cp)]

@@ -1,8 +1,9 @@
-"""Finds the checkpoint from which a run would continue, and checks how the recipe has changed since its save.
+"""Finds the checkpoint from which a run would continue, and checks how the recipe has changed since it was saved.
 
 `sft check`, `sft status` and every start of a run call `check`, so all of them refuse a run with the same message.
-The facts of a checkpoint are in its manifest.json.  Older versions stored them only in a pickle, which the safe reader
-reads.  This module writes, renames and hashes no file.
+The facts of a checkpoint are the state of the training and the conditions of the run (`Continuation.facts`).  They are
+in manifest.json.  Older versions of this trainer stored them only in a pickle, which `safe_reader.py` reads.  This
+module neither writes nor renames files, and computes no SHA-256.
 """
 
 import shlex

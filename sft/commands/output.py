@@ -29,7 +29,7 @@ def progress() -> Console:
 
 @contextmanager
 def picture_file(option: str, file: Path) -> Iterator[Path]:
-    """A temporary file for a picture.  It becomes `file`, the value of `option`, at the end of the block.
+    """A context with a temporary file for a picture, which becomes `file`, the value of `option`, at the end.
 
     Raises StorageError if another try may succeed, as after a full disk, and ConfigError if the file cannot be made.
     """

@@ -74,5 +74,8 @@ def probe(arguments: Namespace) -> int:
 
 
 def overrides_of(against: str) -> list[str]:
-    """The overrides in the value of --against: "parallel.cp=1,data.train=[a, b]" -> two of them"""
+    """The overrides in the value of --against.
+
+    "parallel.cp=1,data.train=[a, b]" -> ["parallel.cp=1", "data.train=[a, b]"]
+    """
     return re.split(r",(?=\s*[a-z_]+(?:\.\w+)+=)", against)

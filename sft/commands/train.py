@@ -36,7 +36,10 @@ def train(arguments: Namespace) -> int:
 
 
 def _train_ranks(arguments: Namespace) -> int:
-    """Start the ranks of the run and wait for them.  Mistakes of the recipe are found here, once for all ranks."""
+    """Start the ranks of the run and wait for them.  Returns the exit code of the rank that failed first, or 0.
+
+    Raises ConfigError for mistakes of the recipe and of the layout.  So they are reported once, and not by each rank.
+    """
     from sft.run.processes import refuse_nested, run_ranks
 
     refuse_nested()

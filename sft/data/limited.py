@@ -232,7 +232,10 @@ def _why(end: fork_server.End) -> str:
 
 
 def _serve(pipe: connection.Connection, function: Callable[..., Any], start: tuple[Any, ...]) -> None:
-    """Runs in a child: receives a task, sends its outcome, and repeats this until the parent ends the child."""
+    """Runs in a child: calls `start`, then receives tasks and sends their outcomes until the parent ends the child.
+
+    If `start` fails, its outcome is sent instead for every task.
+    """
     _children[0] = True
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
     _set(resource.RLIMIT_CORE, 0)

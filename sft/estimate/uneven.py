@@ -1,10 +1,10 @@
 """Predicts how much longer attention takes on the slowest rank, because packs differ in work.
 
 The packs of a step are drawn at random from the distribution of lengths, with a fixed seed.  As in
-sft/data/packing/level.py, they are sorted by attention, and consecutive packs form a row: the packs of ranks that wait
-for each other.  A row takes as long as its first pack.  If ranks wait for each other only at the end of a step, all
-ranks count as having the same work, unless a pack is too costly for that: the rank with the costliest pack has at
-least this pack and the cheapest packs of the step.
+sft/data/packing/level.py, they are sorted by the cost of their attention, the costliest first, and consecutive packs
+form a row: the packs of ranks that wait for each other.  A row takes as long as its first pack.  If ranks wait for each
+other only at the end of a step, all ranks count as having the same work, unless a pack is too costly for that: the rank
+with the costliest pack has at least this pack and the cheapest packs of the step.
 
 With dynamic CP, documents are drawn instead.  Each document takes the smallest group of ranks that holds it.  A long
 document, which takes longer than a mean microbatch, is alone in its group.  Long documents form rows as packs do.  The

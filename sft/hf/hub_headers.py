@@ -24,7 +24,7 @@ _REQUESTS_AT_ONCE = 8
 
 @contextmanager
 def header_folder(snapshot: HubSnapshot, files: Sequence[str]) -> Iterator[Path]:
-    """A temporary folder with config.json, the index, and the headers of all safetensors files of a model.
+    """A context with a temporary folder: config.json, the index, and the headers of all safetensors files of a model.
 
     files: the safetensors files that are not downloaded yet
     Raises ConfigError if the headers cannot be read from the hub.

@@ -137,7 +137,7 @@ class SafetensorsFolder:
             yield block
 
     def close(self) -> None:
-        """Unmap all files; the next read maps its file again."""
+        """Unmap all files.  Reading a tensor later maps its file again."""
         self._mapped.clear()
         self._stack.close()
         self._mapped_bytes = 0

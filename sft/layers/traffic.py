@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 class Passes:
     """The passes of a layer in a microbatch.
 
-    num    number of passes that receive activations: forward, backward, and with recomputation one more
+    num           number of passes that receive activations: forward, backward, and with recomputation one more
     of_attention  number of passes that compute attention; smaller than num if recomputation keeps its results
-    width  bytes of an element of an activation; gradients of keys and values are summed in fp32
+    width         bytes of an element of an activation.  Gradients of keys and values are in fp32 whatever width is
     """
 
     num: int

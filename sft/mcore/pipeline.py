@@ -52,8 +52,8 @@ def transformer_fields(layout: Layout) -> dict[str, Any]:
         "overlap_p2p_comm": has_virtual,
         "batch_p2p_comm": not has_virtual,
         "batch_p2p_sync": False,  # the host would wait after each batch because of a race that torch no longer has
-        # Backward does not need the values of a stage's output after it was sent.  Virtual stages send while they
-        # compute, so their outputs must stay.
+        # Backward does not need the values of a stage's output, so they are freed after sending.  Virtual stages send
+        # while they compute, so their outputs must stay.
         "deallocate_pipeline_outputs": layout.pp > 1 and not has_virtual,
     }
 

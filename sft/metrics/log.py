@@ -68,7 +68,7 @@ class MetricsLog:
                 for writer in self._writers:
                     closing.callback(writer.close, int(error is not None))
         except OSError as failure:
-            if error is None:  # otherwise `error` ends the run, and it says more
+            if error is None:  # otherwise the run ends with `error`, which is its first failure
                 raise unusable("the numbers of the run cannot be written", self._folder, failure) from failure
 
     def start(self) -> None:

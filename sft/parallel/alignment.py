@@ -282,7 +282,7 @@ def _tokens(config: Config, sizes: SplitSizes) -> Iterator[str]:
     # A cp or tp that is refused already must not appear in the message about seq_length.
     fits = _cp_fits(config, cp) and _tp_fits(sizes, config.parallel.tp)
     pack = pack_multiple(config) if fits else multiple
-    if config.parallel.dynamic_cp:  # a rank alone holds seq_length / cp tokens of whole documents
+    if config.parallel.dynamic_cp:  # a pack on one rank holds seq_length / cp tokens: a multiple of doc_multiple
         pack = lcm(pack, multiple * cp)
     if seq_length % pack:
         why = _explain_multiple(config) if fits else "doc_multiple"

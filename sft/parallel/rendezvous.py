@@ -42,7 +42,10 @@ def join(backend: str, *, timeout_s: int, store: dist.Store | None = None) -> No
 
 @contextmanager
 def meeting() -> Iterator[None]:
-    """Replace torch's errors if ranks cannot connect: by PeerError, or by StorageError if too many files are open."""
+    """A context that turns torch's errors about ranks that cannot connect into PeerError.
+
+    It raises StorageError instead if this process may not open more files.
+    """
     try:
         yield
     except dist.DistStoreError as error:

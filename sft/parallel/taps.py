@@ -22,13 +22,15 @@ from sft.parallel.halo import Halo
 
 @dataclass(frozen=True, kw_only=True)
 class Taps:
-    """Tokens that the convolution of one microbatch reads on one rank.
+    """The tokens that a convolution with n taps reads for one microbatch on one rank.
 
-    boundaries  int64 [chunks + 1], boundaries of the chunks that have tokens among the local rows
-    edges     int64, the local rows that are among the first n - 1 rows of their chunk
-    rows      for each shift 1 .. n - 1, int64: the edges for which a token `shift` tokens earlier exists
-    sources   for each shift, int64: the index of this earlier token in concat(local tokens, received tokens)
-    halo      the tokens that ranks send each other; None with cp 1
+    boundaries  int64 [chunks + 1]: local row at which each chunk begins, and the number of local rows.  Empty chunks
+                are left out
+    edges       int64 [edges]: the local rows that are among the first n - 1 rows of their chunk
+    rows        for each shift from 1 to n - 1, int64 [k]: the edges whose document or ancestors have a token `shift`
+                tokens earlier
+    sources     for each shift, int64 [k]: index of this earlier token in concat(local tokens, received tokens)
+    halo        the tokens that ranks send each other; None with cp 1
     """
 
     boundaries: np.ndarray

@@ -40,7 +40,7 @@ class Session:
 
 @contextmanager
 def session(recipe: Recipe, layout: Layout, store: dist.Store | None = None) -> Iterator[Session]:
-    """Join the other processes with the layout `layout`.  Progress is printed on stderr.
+    """A context in which this process has joined the others with the layout `layout`.  Progress is printed on stderr.
 
     store: as in `process_groups.start`; each of two sessions in one process needs its own
     """
@@ -54,7 +54,10 @@ def session(recipe: Recipe, layout: Layout, store: dist.Store | None = None) -> 
 
 @contextmanager
 def model(session: Session) -> Iterator[tuple[Engine, str]]:
-    """Yield (engine, source of its weights), which is a checkpoint or the weights from which a new run starts."""
+    """A context with an engine, whose memory is freed at the end, and a text that names the source of its weights.
+
+    The source is a checkpoint, or the weights from which a new run starts.
+    """
     config, data = session.config, session.data
     engine = Engine(
         config,

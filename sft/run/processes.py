@@ -101,9 +101,10 @@ def _environments(num_ranks: int, port: int) -> dict[int, dict[str, str]]:
 
 @contextmanager
 def _forwarding(ranks: SubprocessContext, grace_s: float) -> Iterator[Callable[[], bool]]:
-    """Send each signal that stops a run to all ranks.
+    """A context in which each signal that stops a run is sent to all ranks, and at whose end all ranks are killed.
 
     Yields a function that returns whether the time in which the ranks should end after the first signal is over.
+    grace_s: this time in seconds, to which `_SECONDS_OVER_GRACE` is added
     """
     ends_at: list[float] = []
 

@@ -77,7 +77,10 @@ class Profiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """A context for step `number`, counted from 1 over the whole run, with its evaluation and save."""
+        """A context for a step with its evaluation and save.  Records the trace or snapshot that the recipe asks for.
+
+        number: the step, counted from 1 over the whole run
+        """
         self._step = number
         if number > self._last:  # a resumed run may begin after the last snapshot
             self._stop()

@@ -78,7 +78,10 @@ def read_beside(parent: Path) -> "Kept | None":
 
 
 def read(folder: Path) -> Kept | None:
-    """The folder `hf/`; None if it has no source.json.  Raises CheckpointError if source.json is damaged."""
+    """The contents of source.json in `folder`, a folder `hf/`; None if there is no source.json.
+
+    Raises CheckpointError if source.json is damaged.  The other files are not read.
+    """
     path = folder / SOURCE
     if not path.exists():
         return None

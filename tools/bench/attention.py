@@ -98,7 +98,7 @@ def _results(way: Way, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
 
 @contextmanager
 def in_memory_group(p: Pack, cp_size: int) -> Iterator[None]:
-    """Replaces the collectives of a cp group by copies in the memory of this device."""
+    """A context in which the collectives of a cp group are copies in the memory of this device."""
     order = np.concatenate([context_parallel.local_indices(p.boundaries, cp_size, rank) for rank in range(cp_size)])
     both = torch.cat([x.detach() for x in p.tensors[1:3]], dim=-1)[torch.from_numpy(order).to(p.device)]
     work, num_gathers = SimpleNamespace(wait=lambda: None), itertools.count()

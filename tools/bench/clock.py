@@ -91,7 +91,7 @@ def peak_beyond(call: Callable[[], Any], device: torch.device) -> int | None:
 
 @contextmanager
 def catch_out_of_memory() -> Iterator[list[str]]:
-    """Catches out-of-memory errors of the body.  The list is empty, or holds the message of the error."""
+    """A context that catches an out-of-memory error.  Yields a list, to which the message of the error is added."""
     errors: list[str] = []
     try:
         yield errors

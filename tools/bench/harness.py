@@ -164,7 +164,10 @@ def one_of(*names: str) -> Callable[[str], str]:
 
 
 def run(subject: Subject, options: argparse.Namespace, header: Mapping[str, Any]) -> int:
-    """Measures all cases.  Returns 1 if a case failed or, with --check, if a bar is missed or there is no bar."""
+    """Measures all cases.  Returns 1 if a case failed or, with --check, if a bar is missed or there is no bar.
+
+    Otherwise, it returns 0, also if time ran out before all cases had started.
+    """
     table, rows = Table(subject.columns, options.names), list[Row]()
 
     def keep(row: Row) -> None:
@@ -197,7 +200,10 @@ def append(path: Path | None, row: Mapping[str, Any]) -> None:
 
 
 def judge(bars: Iterable[Bar]) -> int:
-    """Prints the bars.  Returns 1 if a bar is missed or if there is no bar."""
+    """Prints the bars and how many are met and missed.  Returns 1 if one is missed or if there is none, else 0.
+
+    A bar that was not measured counts as neither.
+    """
     bars = list(bars)
     print("\n" + "\n".join(str(bar) for bar in bars))
     num_missed, num_unmeasured = sum(bar.is_missed for bar in bars), sum(bar.value is None for bar in bars)

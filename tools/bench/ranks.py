@@ -66,7 +66,7 @@ def _on_rank(
 
 @contextmanager
 def alone(device_type: str) -> Iterator[None]:
-    """A process group in which this process is the only rank."""
+    """A context with a process group in which this process is the only rank."""
     dist.init_process_group(BACKENDS[device_type], store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -76,7 +76,7 @@ def alone(device_type: str) -> Iterator[None]:
 
 @contextmanager
 def tensor_parallel() -> Iterator[None]:
-    """Registers all ranks as one tensor-parallel group in the parallel_state of megatron-core."""
+    """A context in which all ranks are one tensor-parallel group in the parallel_state of megatron-core."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
     try:
         yield

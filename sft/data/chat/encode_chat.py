@@ -197,7 +197,7 @@ def _encode_texts(
 
 @contextmanager
 def _without_gc() -> Iterator[None]:
-    """Pauses Python's garbage collector: a long chat makes a million small objects, which have no reference cycles."""
+    """A context without garbage collector: a long chat makes a million small objects, and no reference cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:

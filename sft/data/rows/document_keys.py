@@ -247,5 +247,8 @@ def _changes(values: np.ndarray) -> np.ndarray:
 
 
 def _who(claims: dict[str, np.ndarray], at: int) -> str:
-    """The key that marks the token at index `at` as padding."""
+    """The key that marks the token at index `at` as padding.  claims: {key: document numbers, 0 for padding}
+
+    If no key of `claims` does, position_ids does: `_padding` then takes zeros at the ends of the row as padding.
+    """
     return next((key for key, numbers in claims.items() if numbers[at] == 0), _POSITIONS[0])

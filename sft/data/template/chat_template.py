@@ -144,7 +144,10 @@ class ChatTemplate:
 
     @contextmanager
     def _refusing(self, outcome: str) -> Iterator[None]:
-        """Converts an error of the template to Refused, and TooMuch to DataError.  outcome: what the template did"""
+        """A context that turns an error of the template into Refused, and TooMuch into DataError.
+
+        outcome: what the template did, for the message, such as "refused the chat"
+        """
         try:
             yield
         except TooMuch as error:
@@ -162,7 +165,7 @@ class ChatTemplate:
 
     @cached_property
     def _lists_of_run(self) -> frozenset[int]:
-        """The ids of the lists in the variables of the run."""
+        """id() of each list in the variables of the run, also of lists inside lists and objects."""
         ids, waiting = set(), [*self._of_run.values()]
         while waiting:
             value = waiting.pop()

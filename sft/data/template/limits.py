@@ -23,7 +23,7 @@ from sft.errors import DataError
 MAX_STEPS = 10_000_000  # a chat of 1,500 messages takes some 100,000
 MAX_CHARACTERS = 100_000_000  # length of one text: about 25 million tokens, more than any sample has
 MAX_MADE = 2_000_000_000  # characters of all texts that one rendering makes
-_MAX_BITS = 100_000  # largest size of an integer
+_MAX_BITS = 100_000  # bits of the largest integer
 _MAX_NUMBER = 1_000_000  # largest number in the arguments of a method or filter of _RESULTS
 _ITEM = 8  # an item of a list or mapping counts as this many characters
 _WIDE = re.compile(r"\d{6}|\*|\{[^{}]*\{")  # a width of six digits, or a width from an argument

@@ -153,7 +153,7 @@ class Operations(Counts):
             return Text(value, whole(UNKNOWN, len(value)))
         if isinstance(value, (Int, Float)):
             return Text.of(str(value), value.field)
-        if value is None or isinstance(value, bool):  # the text is one of three words
+        if value is None or isinstance(value, bool):  # "None", "True" and "False" contain no text of the row
             return Text.of(str(value), CONSTANT)
         self.check_value(value)
         text = str(value)

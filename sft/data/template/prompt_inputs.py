@@ -200,7 +200,10 @@ class _Reads:
         return self._known[name]
 
     def _is_key(self, value: nodes.Node) -> bool:
-        """Whether the expression reads a key of a message.  The shape contains whether the key has a value."""
+        """Whether the expression reads a key of a message.
+
+        As a condition, such an expression depends on shapes only: the shape of a message says which keys have a value.
+        """
         if isinstance(value, nodes.Call) and isinstance(value.node, nodes.Getattr) and value.node.attr == "get":
             return len(value.args) == 1 and not value.kwargs and self._is_message(value.node.node)
         return isinstance(value, nodes.Getattr | nodes.Getitem) and bool(_key(value)) and self._is_message(value.node)

@@ -29,7 +29,11 @@ def reason(error: BaseException) -> str:
 
 @contextmanager
 def refusing(describe: Callable[[str], str]) -> Iterator[None]:
-    """Raises DataError(describe(reason)) for any error of a library, also a panic of Rust, which is no Exception."""
+    """A context manager that turns an error of a library into DataError(describe(reason)).
+
+    It also turns a panic of Rust, which is a BaseException but not an Exception.  DataError, KeyboardInterrupt,
+    SystemExit and GeneratorExit stay as they are.
+    """
     try:
         yield
     except (DataError, KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -100,7 +104,10 @@ def _extras(values: dict[str, Any]) -> Any:
 
 
 def _token(value: Any) -> AddedToken:
-    """The token for a text, which is then special, or for an object {"content": "</s>", "lstrip": false, ...}."""
+    """The token that a JSON value describes.  value: a text, which makes a special token, or an object with flags
+
+    "</s>"  ->  the special token </s>        {"content": "</s>", "lstrip": false, ...}  ->  </s> with these flags
+    """
     if isinstance(value, str):
         return AddedToken(value, special=True)
     flags = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")

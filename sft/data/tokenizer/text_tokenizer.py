@@ -273,7 +273,7 @@ class TextTokenizer:
 def offsets_of(text: str, edges: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """For each token, its first character and the character after its last one: two arrays int64 [n].
 
-    edges: `Encoded.edges`
+    edges: the byte positions at which tokens begin, and at which the last one ends (`Encoded.edges`)
     """
     starts, ends = np.array(edges[:-1], np.int64), np.array(edges[1:], np.int64)
     return (starts, ends) if text.isascii() else _characters(text, starts, ends)

@@ -181,7 +181,7 @@ def _afmoe_without_positions(content: Mapping[str, Any]) -> list[int]:
 def _shared_width(content: Mapping[str, Any]) -> int:
     width, count = content.get(_WIDTH, 1408), content.get(_SHARED, 2)
     if type(width) is not int or type(count) is not int or count < 1:
-        raise ValueError(f"{_SHARED} = {count} with {_WIDTH} = {width} is no shared expert")
+        raise ValueError(f"{_SHARED} = {count} and {_WIDTH} = {width} must be integers, and {_SHARED} at least 1")
     return width * count
 
 

@@ -188,7 +188,10 @@ class RotaryTable(torch.nn.Module):
         return length
 
     def forward(self, length: int, packed_seq: bool = True, cp_group: Any = None) -> Tensor:
-        """The table: float32 [length, 1, 1, rotary_dim], the angles of all pairs of dimensions, and then once more."""
+        """The table: float32 [length, 1, 1, rotary_dim].  Its last axis has the angles in radians, twice in a row.
+
+        Each half has one angle for each pair of dimensions.  packed_seq, cp_group: given by core, not used
+        """
         if self.table.shape[0] < length:
             angles = torch.outer(torch.arange(length, dtype=torch.float32, device=self.inv_freq.device), self.inv_freq)
             self.table = torch.cat((angles, angles), dim=-1)[:, None, None, :]

@@ -132,7 +132,7 @@ def _payload(scales: dict[str, Tensor], core: TransformerConfig) -> Tensor:
 
 @contextmanager
 def _pickles_allowed() -> Iterator[None]:
-    """Make Transformer Engine accept the pickles that `_payload` makes."""
+    """A context in which Transformer Engine loads pickles.  Load only pickles that `_payload` has made."""
     before = os.environ.get(_ALLOW_PICKLE)
     os.environ[_ALLOW_PICKLE] = "1"
     try:

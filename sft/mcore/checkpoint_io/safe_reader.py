@@ -89,7 +89,7 @@ def _allowed() -> list[tuple[Any, str]]:
 
 @contextmanager
 def _only_safe_globals(classes: list[tuple[Any, str]]) -> Iterator[None]:
-    """Make torch.load accept these classes and no others.
+    """A context in which torch.load accepts these classes and no others.
 
     torch's own context manager only adds to the registered classes.  Core registers numpy's classes when it is
     imported.  If two classes are registered under one name, torch may take either.
@@ -242,10 +242,11 @@ class SafeLoadPlanner(MCoreLoadPlanner):
 
 @contextmanager
 def unwrapped(folder: Path) -> Iterator[None]:
-    """Raise the error inside torch's CheckpointException, which is a BaseException.
+    """A context that replaces torch's CheckpointException, which is a BaseException, by an error of a rank inside it.
 
-    The first SftError is raised as it is, else KeyboardInterrupt or SystemExit, else CheckpointError with the first
-    error's message.
+    It raises the first SftError as it is.  If there is none, it raises the first error if this is KeyboardInterrupt or
+    SystemExit, else CheckpointError with the message of the first error.
+    folder: the checkpoint, for the message
     """
     try:
         yield

@@ -31,7 +31,7 @@ class MtpLoss:
         self._nll: list[Tensor] = []
 
     def begin(self) -> None:
-        """Start a step or an evaluation."""
+        """Start a step or an evaluation: drop the sums of -log p of the one before."""
         self._nll.clear()
 
     def set_scale(self, denominator: float, num_predicted: float) -> None:

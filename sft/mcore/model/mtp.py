@@ -83,8 +83,8 @@ class MultiTokenPrediction(MegatronModule):
         """The block's hidden states, [t, 1, h].
 
         hidden: [t, 1, h], the model's hidden states; embedded: [t, 1, h], embeddings of the tokens after each token
-        documents: `NextTokens.documents`
-        With sequence parallelism, all three are [t / tp, 1, h].
+        documents: [1, t], the number of each token's document or -1 (`NextTokens.documents`)
+        With sequence parallelism, every t is t / tp.
         """
 
         def layer(hidden: Tensor, embedded: Tensor) -> Tensor:

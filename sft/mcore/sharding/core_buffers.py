@@ -74,7 +74,7 @@ class ShardBuffer:
     num_optimizer_shards: None = None
 
     def add(self, flat: FlatWeights, parts: Sequence[ShardParameter]) -> None:
-        """Add a bucket with the shard of `flat`."""
+        """Add a bucket with this rank's shard of `flat`.  parts: the parts of weights in this shard"""
         assert flat.shard_grad is not None
         offset, number = sum(bucket.grad_data.numel() for bucket in self.buckets), len(self.buckets)
         for part in parts:

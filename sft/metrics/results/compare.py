@@ -65,7 +65,10 @@ def do_differ(a: Value, b: Value, tolerance: Tolerance) -> bool:
 
 
 def distance(a: Value, b: Value) -> tuple[float, float] | None:
-    """Absolute and relative difference; None if it is undefined (null, NaN, two infinities)."""
+    """The absolute difference, and the difference relative to the larger absolute value.
+
+    None if the difference is undefined: one value is null or NaN, or both are the same infinity.
+    """
     if a is None or b is None or math.isnan(a - b):
         return None
     size = max(abs(a), abs(b))

@@ -84,7 +84,7 @@ class MergedWeights:
             if not result[rows].isfinite().all():
                 raise CheckpointError(
                     f"{linear} is not finite in {NAMES[dtype]} with its adapter.  Export with --dtype float32, or "
-                    "another checkpoint."
+                    "export another checkpoint."
                 )
         return result
 

@@ -97,9 +97,10 @@ def describe(config: Config, trained: Trained) -> list[str]:
 
 
 def as_in_folder(config: Config, source: str) -> LoraConfig:
-    """The settings `lora` for the adapters of the PEFT folder `source`.
+    """The section `lora` of a recipe that starts from the adapters of the PEFT folder `source`.
 
-    If the recipe uses LoRA, these are its settings, else the settings of the folder.
+    It is the section of `config`, with init_from = source, if that recipe uses LoRA.  Otherwise, it is made from the
+    folder.  Raises ConfigError or CheckpointError if the folder cannot be used.
     """
     adapter = folder.read(Path(source))
     if config.lora.is_used:

@@ -55,7 +55,8 @@ def select(lora: LoraConfig, model: ModelConfig, mappings: Iterable[TensorMappin
     chosen = _chosen(lora, kinds)
     if refused := [name for name, kind in kinds.items() if name in chosen and kind not in ("linear", "expert")]:
         raise ConfigError(
-            f"LoRA cannot adapt {refused[0]}: {kinds[refused[0]]}.  lora.exclude can name it, to train without it."
+            f"LoRA cannot adapt {refused[0]}: {kinds[refused[0]]}.  To train without an adapter for it, add it to "
+            "lora.exclude."
         )
     by_parameter: dict[tuple[str, int | None], list[TensorMapping]] = {}
     for mapping in linears:

@@ -23,7 +23,9 @@ from sft.data.template.chat_template import DATE, ChatTemplate
 from sft.errors import DataError
 
 _CLOCK = "strftime_now"
-_ANOTHER_DAY = "1987-11-28"  # not the date of a training: a template that still asks for the date renders another text
+# A date that no training has.  A template that still asks for the date renders this one, so its chats differ from those
+# of the training, and the template is not taken.
+_ANOTHER_DAY = "1987-11-28"
 # Comments and raw blocks first, because tags inside them are text.
 _TAG = re.compile(
     r"\{#.*?#\}|\{%[-+]?\s*raw\s*[-+]?%\}.*?\{%[-+]?\s*endraw\s*[-+]?%\}"

@@ -145,7 +145,7 @@ def attention(session: Session, engine: Engine, mb: Microbatch, pack: Pack) -> I
 
 
 def counts(session: Session, pack: Pack) -> Iterator[str]:
-    """The number of texts that contain each token of the first tree."""
+    """Lines that show how many texts contain each token of the first two documents of the pack."""
     assert pack.branches is not None and pack.texts is not None
     parts, documents = TextParts.of(pack.branches, pack.texts), pack.documents
     times = parts.in_text.sum(0)[parts.of_tokens(documents, pack.position_ids - pack.branches.depths[documents])]
@@ -168,7 +168,7 @@ def fragments(pack: Pack) -> Iterator[str]:
 
 
 def losses(engine: Engine, read: Sequence[Sample], collator: Collator) -> Iterator[str]:
-    """The sums of losses of the trees, and of their texts as separate samples."""
+    """Two lines with the sum of losses: of the trees, and of their texts as separate samples."""
     alone = [text for sample in read for text in texts(sample)]
     for name, samples in (("2 trees", read), (f"{len(alone)} separate samples", alone)):
         mb = collator.microbatch(samples)
@@ -178,7 +178,7 @@ def losses(engine: Engine, read: Sequence[Sample], collator: Collator) -> Iterat
 
 
 def pairs(pack: Pack, read: Sequence[Sample]) -> Iterator[str]:
-    """The (query, key) pairs of full attention."""
+    """Lines with the numbers of tokens and of (query, key) pairs, for full attention on separate samples and trees."""
     assert pack.branches is not None
 
     def before(length: np.ndarray) -> np.ndarray:

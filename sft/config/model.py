@@ -236,7 +236,7 @@ class ModelConfig(Section):
         return self.sliding_window if has_window else None
 
     def kind_of(self, layer_number: int) -> LayerKind:
-        """The kind of a layer, counted from 1."""
+        """The kind of the first half of a layer, counted from 1: the kind of its mixer, or "no mixer"."""
         if layer_number in self.halves.without_mixer:
             return "no mixer"
         for section in self.mixer_sections.values():

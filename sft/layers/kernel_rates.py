@@ -191,7 +191,7 @@ def fastest_first(
     has_softcap: bool = False,
     is_grouped: bool = False,
 ) -> list[tuple[str, Rate]]:
-    """The kernels that have a rate, the fastest first, with their rates.  The arguments are those of `rate`."""
+    """The kernels that have a rate, the fastest first, with their rates.  Takes the same arguments as `rate`."""
     rates = (
         (kernel, rate(kernel, architecture, key_width, value_width, has_window, has_softcap, is_grouped))
         for kernel in KERNELS

@@ -54,7 +54,8 @@ class RunLock:
     heartbeat_s  seconds between two heartbeats
     stale_s      a run on another host counts as ended after this many seconds without a heartbeat, by this process's
                  clock
-    Entering the context raises ConfigError if another run is alive in the folder, or if the folder cannot be locked.
+    Entering the context raises ConfigError if another run is alive in the folder or if the folder cannot be locked, and
+    StorageError if the disk is full or fails.
     """
 
     def __init__(
@@ -186,8 +187,8 @@ class RunLock:
 def is_gone(folder: Path) -> bool:
     """Whether this machine knows that the run that last began in the folder has ended.
 
-    A run without a lock has ended.  A lock of another machine or container may belong to a run that is alive, so the
-    result is then False.  Raises OSError if the lock cannot be read, and ConfigError if it is not a file.
+    A run without a lock has ended.  The result is False for a lock of another machine or container, and for a damaged
+    lock, because the run may be alive.  Raises OSError if the lock cannot be read, and ConfigError if it is not a file.
     """
     content = _read(folder / LOCK)
     if content is None:

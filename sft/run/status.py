@@ -269,7 +269,7 @@ def _parse(values: Any) -> Status:
         raise ValueError(f"status is {values['status']!r}, not one of {', '.join(get_args(Kind))}")
     for field in fields(Status):
         if field.name != "status" and not _is_valid(values[field.name], field.type):
-            raise ValueError(f"{field.name} is {values[field.name]!r}")
+            raise ValueError(f"{field.name} is {values[field.name]!r}, a value that no run writes")
     return Status(**values)
 
 

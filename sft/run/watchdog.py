@@ -34,7 +34,7 @@ class Watchdog:
     The stacks are appended to `folder`/stacks/rank_00003.txt, and printed on stderr.  `on_hang` gets the same text,
     whose first line names rank, phase, seconds and time.  The process then waits `linger_s` seconds, so that other
     ranks that hang for the same reason can write their stacks.  Entering the context raises ConfigError if the folder
-    cannot be written.
+    cannot be written, and StorageError if the disk is full or fails.
     """
 
     def __init__(

@@ -208,8 +208,9 @@ def find_prepared(
 def map_prepared(
     prepared: Sequence[tuple[DataFile, Path]], data: DataConfig, names: Sequence[str] | None = None, *, command: str
 ) -> Corpus:
-    """The corpus of the stores that `find_prepared` found.  Raises DataError if a store is missing or cannot be read.
+    """The corpus of the stores that `find_prepared` found.
 
+    Raises DataError if a store is missing or cannot be read, and StorageError if the disk fails.
     names: for each file, the name of its source; command: as for `find_prepared`
     """
     try:

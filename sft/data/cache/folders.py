@@ -61,7 +61,8 @@ def store_folder(cache_dir: Path, file: DataFile, data: DataConfig, tokenizer: C
 
 
 def work_folder(folder: Path) -> Path:
-    """The folder in which the store `folder` is made.  A later preparation finds its parts by this name."""
+    """The folder in which the parts of the store `folder` are made.  After an interruption, the next preparation finds
+    the finished parts in it."""
     return folder.with_name(f"{folder.name}.work")
 
 

@@ -220,7 +220,7 @@ def _encode_rendered(
     """Encodes a rendering.  earlier: the tokens of another rendering with the same beginning, which are used again"""
     chat, tokenizer = rendered.chat, rendered.tokenizer
     tokenised = tokenise(rendered.reading, tokenizer, earlier)
-    # If a turn has the same weight as all other tokens, its position does not matter.
+    # If a turn has the same weight as the tokens outside of turns, its position does not matter.
     unlike = [i for i, weight in weights_of_turns(chat, supervise).items() if weight != (supervise == "all")]
     last = len(chat.messages) - 1
     if supervise == "all" and chat.messages[last]["role"] == "assistant" and tokenizer.appends_end:

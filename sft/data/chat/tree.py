@@ -29,7 +29,7 @@ class TreeText(NamedTuple):
 class Grown(NamedTuple):
     """The tokens of a tree, int32 [n], their weights, float32 [n], and the tree.
 
-    weights: for each token, the weight above 0 that the first text that supervises it gives; 0 if none supervises it
+    weights: the weight of each token in the first text that supervises it; 0 if no text does
     """
 
     tokens: np.ndarray

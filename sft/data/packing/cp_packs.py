@@ -114,8 +114,7 @@ class _LongDocuments:
         return packs
 
     def _start(self, level: int, units: int, time: float) -> int:
-        """The first document for which it and all later documents have at most these units and take at most this
-        time."""
+        """The first document from which on every document has at most `units` and takes at most `time` ns."""
         return max(bisect_left(self._by_units, -units), bisect_left(self._by_time[level], -time))
 
     def _from(self, document: int) -> int:

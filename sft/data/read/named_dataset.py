@@ -36,7 +36,7 @@ class LoadedDataset:
     commit   the commit of a dataset on the hub; None for a folder
     slices   the Arrow files in order, each with its first row and the row after its last one, counted from 0
     columns  pairs (key of a row, column of the dataset); None: all columns under their own names
-    digest   depends on the bytes of the files, on the slices and the columns
+    digest   a hash of the bytes of the files, the slices and the columns; "" until sft/data/cache/ computes it
     """
 
     name: str  # HuggingFaceH4/ultrachat_200k train_sft

@@ -54,7 +54,7 @@ def _linear_layers(content: Mapping[str, Any]) -> list[int]:
     """
     count, interval, kinds = content.get("num_hidden_layers"), content.get(_INTERVAL, 4), content.get(_TYPES)
     if type(count) is not int or type(interval) is not int or interval < 1:
-        raise ValueError(f"{_INTERVAL} = {interval} with num_hidden_layers = {count} says nothing about the layers")
+        raise ValueError(f"{_INTERVAL} = {interval} and num_hidden_layers = {count} are not both positive integers")
     if kinds is None:
         kinds = [FULL if number % interval == 0 else LINEAR for number in range(1, count + 1)]
     if not isinstance(kinds, list) or len(kinds) != count or LINEAR not in kinds:

@@ -41,7 +41,7 @@ def _skipped_layers(content: Mapping[str, Any]) -> list[int]:
     """
     count, interval = content.get("num_hidden_layers"), content.get(_INTERVAL, 4)
     if type(count) is not int or type(interval) is not int or interval < 1:
-        raise ValueError(f"{_INTERVAL} = {interval} with num_hidden_layers = {count} says nothing about the layers")
+        raise ValueError(f"{_INTERVAL} = {interval} and num_hidden_layers = {count} are not both positive integers")
     uses_rope = content.get(_NO_ROPE)
     if uses_rope is None:
         return list(range(interval, count + 1, interval))

@@ -83,7 +83,7 @@ def without_base(content: Mapping[str, Any], unlisted: Callable[[int], list[int]
     """
     count, bases = content.get("num_hidden_layers"), content.get(BASES)
     if type(count) is not int or count < 1:
-        raise ValueError(f"num_hidden_layers = {count} says nothing about the layers")
+        raise ValueError(f"num_hidden_layers = {count} is not a positive integer")
     if bases is None:
         return unlisted(count)
     if not isinstance(bases, list) or len(bases) != count or len({base for base in bases if base}) > 1:

@@ -100,9 +100,9 @@ class LatentBytes(MixerBytes):
         """Peak bytes of gathered latents, and of the keys and values of one head group.
 
         For each key, there are two copies of the latent and its fp32 gradient.  With cp, there is also an fp32 gradient
-        for each token of the pack.  While the kernel runs, the head group holds the expanded latents, keys, values and
-        the gradients of both; the last four count as wide as keys.  After the kernel, it holds these gradients and the
-        gradients of the expanded latents.
+        for each token of the pack.  While the kernel runs, the head group holds the expanded latents, keys, values, and
+        the gradients of keys and of values; the last four count as wide as keys.  After the kernel, it holds the
+        expanded latents and their gradients, and the gradients of keys and of values.
         """
         # Both chunks of a rank need the early keys of a document, and branches those of parents.
         num_keys = pack + (pack / (2 * self.rank.cp) + self.rank.trees.keys) * (self.rank.cp > 1)

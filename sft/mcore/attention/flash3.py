@@ -105,7 +105,7 @@ def _asked(demand: Demand) -> str | None:
 
 
 def _needed(demand: Demand) -> Iterator[str]:
-    """Names of the parts of the library that the layers need."""
+    """The parts of flash-attn-3 that the layers need, by their names after DISABLE_ in its build flags."""
     yield from ("BACKWARD", "VARLEN")
     yield f"HDIM{next(width for width in _WIDTHS if demand.key_width <= width)}"
     if demand.value_width != demand.key_width:

@@ -1,4 +1,4 @@
-"""Optional packages with attention kernels: whether one is installed and works, and its inner functions."""
+"""Finds out whether an optional package with attention kernels is installed and works, and gives its functions."""
 
 import importlib
 import importlib.metadata

@@ -104,9 +104,11 @@ class _PackedAttention(torch.autograd.Function):
 def attend(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, setting: AttentionSetting, out: Tensor
 ) -> list[Tensor]:
-    """Write attention's output to `out` [t, heads, d], and return the log-sum-exp of each head group.
+    """Write attention's output to `out` [t, heads, d], and return the log-sum-exp [heads of the group, t] of each head
+    group.
 
-    The arguments are those of `packed_attention`, without autograd.
+    Autograd records nothing; `attend_backward` computes the gradients.  Collective over cp.
+    query, key, value, sinks: as in `packed_attention`
     """
     kernel, rotation, sums = setting.kernel, setting.rotation, list[Tensor]()
     num_groups = kernel.key_source.num_groups(key.shape[1])

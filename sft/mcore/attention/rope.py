@@ -159,13 +159,13 @@ class Rotation:
 
 
 def _rotate_half(x: Tensor) -> Tensor:
-    """[a, b] -> [-b, a], where a and b are the halves of the last dimension."""
+    """Turns [a, b] into [-b, a], where a and b are the halves of the last dimension."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
 
 
 def _turn_neighbours(x: Tensor) -> Tensor:
-    """[a, b, c, d] -> [-b, a, -d, c]"""
+    """Turns [a, b, c, d] into [-b, a, -d, c], where a, b, c, d are elements of the last dimension."""
     first, second = x[..., 0::2], x[..., 1::2]
     return torch.stack((-second, first), dim=-1).flatten(-2)
 

@@ -91,7 +91,10 @@ def _owners(
 
 
 def _scales(stored: Any, key: str, reader: safe_reader.SafeReader) -> dict[str, Tensor] | None:
-    """A layer's scales and histories under Transformer Engine's names; None if the entry holds no scales."""
+    """A layer's scales and amax histories under Transformer Engine's names; None if the entry holds no scales.
+
+    Raises CheckpointError if the entry is damaged, or would run code.
+    """
     payload = stored[0] if isinstance(stored, list) and len(stored) == 1 else stored
     if payload is None or (isinstance(payload, Tensor) and payload.numel() == 0):
         return None

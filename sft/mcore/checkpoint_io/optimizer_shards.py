@@ -52,7 +52,8 @@ class OptimizerSlice:
     """The optimizer states of elements `start` to `start + n - 1` of the flattened `param`: tensors [n] by name.
 
     gradient: the summed gradient of these elements, [n]
-    replica: the number of this copy, if some data-parallel ranks hold copies of the elements; None: all of them do
+    replica: the number of this copy of the elements among the copies on data-parallel ranks; None: every data-parallel
+        rank has a copy, with the number that the model's sharded state dict gives the weight
     """
 
     param: Tensor

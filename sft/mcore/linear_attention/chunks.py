@@ -90,12 +90,12 @@ class Chunks(RuleChunks, HeadDecays):
 
     @cached_property
     def queries(self) -> Tensor:
-        """[n, heads, c, K]"""
+        """The queries, repeated for each value head of their key head: [n, heads, c, K]"""
         return self.q.repeat_interleave(self.ratio, dim=1)
 
     @cached_property
     def keys(self) -> Tensor:
-        """[n, heads, c, K]"""
+        """The keys, repeated for each value head of their key head: [n, heads, c, K]"""
         return self.k.repeat_interleave(self.ratio, dim=1)
 
     @cached_property

@@ -48,7 +48,7 @@ class Inputs(NamedTuple):
         return wide_dtype(self.v)
 
     def zero_states(self, count: int) -> Tensor:
-        """[count, value heads, K, V]"""
+        """States of 0, [count, value heads, K, V], of dtype `state_dtype`."""
         shape = (count, self.v.shape[1], self.k.shape[-1], self.v.shape[-1])
         return torch.zeros(shape, dtype=self.state_dtype, device=self.v.device)
 

@@ -82,7 +82,10 @@ class FlaConvolutionPlan:
         return {"cu_seqlens": self.boundaries, "chunk_indices": self.chunk_indices}
 
     def initial_states(self, x: Tensor, received: Tensor, num_taps: int) -> Tensor | None:
-        """[sequences, channels, n], or None if no token comes before any sequence."""
+        """The tokens before each sequence, [sequences, channels, num_taps]; 0 where there are none.
+
+        None if no token comes before any sequence.
+        """
         if not len(self.local_rows) + len(self.received_rows):
             return None
         states = x.new_zeros(((len(self.boundaries) - 1) * num_taps, x.shape[1]))
@@ -97,9 +100,8 @@ class FlaConvolutionPlan:
             (dx, self.local_slots, self.local_tokens, self.local_numbers),
             (dreceived, self.received_slots, self.received_tokens, self.received_numbers),
         ):
-            total = by_slot.new_zeros(
-                (len(tokens), by_slot.shape[1]), dtype=torch.float32
-            )  # one rounding for all branches
+            # In fp32, so that the sum over branches with the same token before them is rounded once.
+            total = by_slot.new_zeros((len(tokens), by_slot.shape[1]), dtype=torch.float32)
             total.index_add_(0, numbers, by_slot.index_select(0, slots).float())
             gradient.index_add_(0, tokens, total.to(gradient.dtype))
 

@@ -101,7 +101,7 @@ class DeltaPass:
 
     @property
     def _of_states(self) -> Mapping[str, Any]:
-        """The arguments of kernels that go from chunk to chunk."""
+        """The arguments, by name, that all kernels take that carry a state from chunk to chunk."""
         return {"k": self._k, "w": self._w, "g": self._g, "chunk_size": CHUNK}
 
     @property

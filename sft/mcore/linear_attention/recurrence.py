@@ -51,7 +51,7 @@ class RecurrentInputs(Protocol):
         """Dtype of states, maps and decays."""
 
     def zero_states(self, count: int) -> Tensor:
-        """[count, heads, K, V]"""
+        """States of 0, [count, heads, K, V], of dtype `state_dtype`."""
 
     def __iter__(self) -> Iterator[Tensor]: ...
 

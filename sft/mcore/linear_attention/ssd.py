@@ -40,7 +40,7 @@ class SsdInputs(NamedTuple):
         return wide_dtype(self.x)
 
     def zero_states(self, count: int) -> Tensor:
-        """[count, heads, N, P]"""
+        """States of 0, [count, heads, N, P], of dtype `state_dtype`."""
         shape = (count, self.x.shape[1], self.b.shape[-1], self.x.shape[-1])
         return torch.zeros(shape, dtype=self.state_dtype, device=self.x.device)
 

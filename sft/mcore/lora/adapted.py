@@ -138,7 +138,10 @@ class Adapted(torch.nn.Module):
         self.output_slices = self._output_slices()
 
     def _output_slices(self) -> tuple[OutputSlice, ...]:
-        """The rows of the output to which each part of the factors is added.  Each group has rows of all parts."""
+        """For each part of each factor B, the rows of the layer's output to which its product is added.
+
+        If the weight has several parts, its rows form groups, and each group has rows of all parts, as in linear_qkv.
+        """
         ranks = 1 if self.split.by_columns else self.split.size
         groups = max(1, self.weight.num_groups // ranks) if len(self.weight.part_rows) > 1 else 1
         ends = list(accumulate(rows // ranks // groups for rows in self.weight.part_rows))

@@ -78,7 +78,7 @@ class _Projected(torch.autograd.Function):
         da = dinner.t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
         if dx is None:
             return (dinner @ a).view_as(x), da
-        dx = dx.contiguous()  # the layer's backward made it for this node alone
+        dx = dx.contiguous()  # changed in place: the layer's backward made it for this node alone
         dx.flatten(0, -2).addmm_(dinner, a)
         return dx, da
 

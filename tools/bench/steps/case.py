@@ -5,9 +5,10 @@
     train.recompute: selective    train.offload_fraction: 0.8    train.mlp_tile: 4096    optim.offload_fraction: 1.0
     lora.rank: 16
 
-Keys that are not named are off.  A share without a number is 1, and a rank without a number is 16.  Without any key,
-train.recompute is selective.  `peer` in place of keys runs plain transformers.  A mix is a mix of tools/bench/mixes.py,
-`1k` (documents of 1,024 tokens) or `padded` (16 samples of chat, each padded to the longest of the 16).
+The first key is the value of train.recompute; without any key, it is selective.  Keys that are not named are off.
+Without a number, a share is 1, a tile has 4,096 tokens, and a rank is 16.  `peer` in place of the value of
+train.recompute measures plain transformers.  A mix is a mix of tools/bench/mixes.py, `1k` (documents of 1,024 tokens)
+or `padded` (16 samples of chat, each padded to the longest of the 16).
 """
 
 from collections.abc import Sequence

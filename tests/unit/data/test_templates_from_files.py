@@ -1,6 +1,6 @@
 """Traces under released templates that no package ships: each turn is trained as the last one of `apply_chat_template`.
 
-SFT_CHAT_TEMPLATES names a folder with the files, such as models/templates of llama.cpp; without it, all are skipped.
+SFT_CHAT_TEMPLATES names a folder with the files, such as models/templates of llama.cpp; without it, they are skipped.
 transformers refuses Kimi-K2's template, because it changes a list, so Jinja's other sandbox renders it.
 """
 
@@ -18,7 +18,7 @@ from sft.data.chat.encode_chat import encode_chat, encode_turns
 from sft.data.chat.tree import Grown, texts_of
 from sft.data.rows.formats import Chat, read_row
 from tests.unit.data.traces import TOOLS, as_row, trace
-from tests.unit.fixtures.folder import open_folder
+from tests.unit.fixtures.folder import open_folder, template
 from tests.unit.fixtures.model_folder import Tokens, write_folder
 from tests.unit.released_chats import Message, for_transformers
 from tests.unit.released_templates import TOKENS, at_the_default_date
@@ -50,6 +50,12 @@ CASES = {
     "Kimi-K2-Instruct": Case(KIMI, is_plain=True),
     "Kimi-K2-Thinking": Case(KIMI, is_plain=True),
 }
+# Own templates of the same structure, which need no files: where thinking is dropped, and what delimits a turn
+FIXTURES = {
+    "deepseek_v31": Case(TOKENS["deepseek"]),
+    "minimax": Case(MINIMAX),
+    "kimi": Case(KIMI, is_plain=True),
+}
 
 
 def rendered(source: str, theirs: Any, case: Case, messages: list[Message], *, prompt: bool = False) -> list[int]:
@@ -67,7 +73,16 @@ def rendered(source: str, theirs: Any, case: Case, messages: list[Message], *, p
 @pytest.mark.parametrize("messages", [trace(1, 6), trace(3)], ids=["one", "many"])
 @pytest.mark.parametrize("name", CASES)
 def test_each_turn_is_trained_as_the_last_one(tmp_path: Path, name: str, messages: list[Message]) -> None:
-    case, source = CASES[name], (Path(str(FOLDER)) / f"{name}.jinja").read_text(encoding="utf-8")
+    check_turns(tmp_path, CASES[name], (Path(str(FOLDER)) / f"{name}.jinja").read_text(encoding="utf-8"), messages)
+
+
+@pytest.mark.parametrize("messages", [trace(1, 6), trace(3)], ids=["one", "many"])
+@pytest.mark.parametrize("name", FIXTURES)
+def test_so_with_templates_of_the_same_structure(tmp_path: Path, name: str, messages: list[Message]) -> None:
+    check_turns(tmp_path, FIXTURES[name], template(name), messages)
+
+
+def check_turns(tmp_path: Path, case: Case, source: str, messages: list[Message]) -> None:
     folder = write_folder(tmp_path, case.tokens, source)
     tokenizer, theirs = open_folder(folder), AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     row = read_row(as_row(messages))

@@ -43,7 +43,7 @@ MOST = {
     "gemma4": (1.8, 4.4),
     "gemma4_v5": (1.8, 4.6),
 }
-FIXTURES = {"kimi": (3.0, 3.0)}
+FIXTURES = {"kimi": (3.0, 3.0), "minimax": (1.8, 4.6), "deepseek_v31": (1.1, 1.1)}
 
 
 @pytest.mark.parametrize("name", [*MOST, *FIXTURES])

@@ -32,6 +32,8 @@ QUICK = (
     "gemma2",
     "glm4_moe",
     "deepseek_v3",
+    "nemotron_h",
+    "kimi_linear",
 )  # test_probe.py has layers without rotary positions
 CASES = [*FAMILIES, *(f"{name} windows" for name in WINDOWS)]
 PROBES = {

@@ -86,9 +86,7 @@ CASES: dict[str, Case] = {
         MIXTURE,
     ),
     "exaone4": Case(dict(family="exaone4"), "tp"),
-    "exaone4_windows": Case(
-        dict(family="exaone4", sliding_window=11, **FOUR_KINDS), "tp_cp+selective tp_virtual", DENSE + DEEP
-    ),
+    "exaone4_windows": Case(dict(family="exaone4", sliding_window=11, **FOUR_KINDS), "tp_cp+selective", DENSE + DEEP),
     # The config names a window, but no layer has one; then no layer has rotary positions.
     "exaone4_unrotated": Case(dict(family="exaone4", sliding_window=11, layer_types=["full_attention"] * 2), more="cp"),
     "olmo2": Case(dict(family="olmo2"), "tp tp_cp+selective", f"{DENSE} tp_tiles"),
@@ -103,7 +101,7 @@ CASES: dict[str, Case] = {
     ),
     "gemma3": Case(
         dict(family="gemma3_text", tied=True, **FOUR_KINDS),
-        "tp_cp+selective pp_dp",
+        "tp_cp+selective",
         f"{DENSE + DEEP} tp_tiles cp_dp tp_dp",
     ),
     "gemma4": Case(
@@ -117,15 +115,15 @@ CASES: dict[str, Case] = {
     "qwen2_moe_normalised": Case(dict(family="qwen2_moe", norm_topk_prob=True, tied=True), "ep", "cp_ep"),
     "olmoe": Case(dict(family="olmoe"), "tp_ep", MIXTURE),
     "granitemoe": Case(dict(family="granitemoe", tied=True), "ep", MIXTURE),
-    "gpt_oss": Case(dict(family="gpt_oss", **FOUR_KINDS), "tp_virtual tp_cp_ep+selective", MIXTURE + DEEP),
+    "gpt_oss": Case(dict(family="gpt_oss", **FOUR_KINDS), "tp_cp_ep+selective", MIXTURE + DEEP),
     # With two stages, one has a layer without experts.
-    "glm4_moe": Case(dict(family="glm4_moe", num_hidden_layers=4), "tp_cp_ep+selective tp_virtual", MIXTURE + DEEP),
+    "glm4_moe": Case(dict(family="glm4_moe", num_hidden_layers=4), "tp_cp_ep+selective", MIXTURE + DEEP),
     # With two stages, one has a dense layer; a scaled embedding; layers without a window have no positions.
     "afmoe": Case(dict(family="afmoe", **FOUR_KINDS), "tp_cp_ep+selective", MIXTURE + DEEP),
     # With seed 5, gradients of the norms of heads in transformers in fp32 differ by 1.5e-5 from its float64 gradients.
     "laguna": Case(
         dict(family="laguna", seed=7, num_attention_heads_per_layer=[4, 8, 8, 4], **FOUR_KINDS),
-        "tp_cp_ep+selective tp_virtual",
+        "tp_cp_ep+selective",
         MIXTURE + DEEP,
     ),
     "mimo": Case(dict(family="mimo_v2_flash", **FOUR_KINDS), "tp_cp_ep2+selective", MIXTURE + DEEP),
@@ -225,7 +223,7 @@ CASES: dict[str, Case] = {
     "muse_glimmer": Case(
         dict(family="muse_glimmer"), "tp_cp+selective tp_virtual", f"{DENSE + DEEP} tp_tiles cp_dp tp_dp"
     ),
-    "step": Case(dict(family="step3p7"), "tp_cp_ep+selective tp_virtual", MIXTURE + DEEP),
+    "step": Case(dict(family="step3p7"), "tp_cp_ep+selective", MIXTURE + DEEP),
 }
 
 

@@ -38,7 +38,7 @@ help:
 	@echo "make test-triton         the Triton kernels and those of FLA, by their interpreter; downloads Triton (300 MB) first"
 	@echo "make test-kernels        compiles every kernel of attention, linear attention and the loss head for Hopper and Blackwell, without a GPU; downloads compilers (1.3 GB on disk); KERNELS=changed: some of what the last commit touches, in two minutes"
 	@echo "make test-slurm          launch/slurm.sbatch on a real SLURM of two nodes on this machine; root on Debian: installs slurm-wlm and munge"
-	@echo "make test-standin        GPU runs without a GPU, all but their numbers: on a stand-in for CUDA; Python 3.12, downloads torch for CUDA (6 GB)"
+	@echo "make test-standin        GPU runs without a GPU, all but their numbers: on a stand-in for CUDA; Python 3.12, downloads torch for CUDA (6 GB); TE_WHEEL=FILE: with Transformer Engine"
 	@echo "make test-gpu            what only a GPU can show; skipped where torch sees none"
 	@echo "make gpu-hour            probes, tests and benchmarks on one GPU, with a report; GPU_HOUR='--gpus 8' or '--tiny'"
 	@echo "make test-py312          the part of the suite CI repeats on Python 3.12"
@@ -155,7 +155,9 @@ gpu-hour: $(READY)
 
 # torch's own CUDA build on a library of ours instead of a driver (tests/standin).  An environment of its own: the index
 # has torch with CUDA in it, and the two last packages are headers that torch does without.  The library's C alone is
-# compiled and tested by make test.
+# compiled and tested by make test.  The tests of Transformer Engine need its part for torch, which the index has as
+# source code only: TE_WHEEL names a wheel of transformer-engine-torch that was built for this torch and Python.
+TE_WHEEL ?=
 STANDIN := .venv/standin
 $(STANDIN)/.ready: setup.cfg constraints.txt
 	@command -v $(PYTHON312) >/dev/null || { echo "error: '$(PYTHON312)' does not run, and make test-standin needs Python 3.12: make test-standin PYTHON312=/path/to/python3.12" >&2; exit 2; }
@@ -163,7 +165,8 @@ $(STANDIN)/.ready: setup.cfg constraints.txt
 	$(PYTHON312) -m venv $(STANDIN)
 	grep -v -E '^(torch|triton|setuptools|nvidia-|cuda-)' constraints.txt >$(STANDIN)/constraints.txt
 	$(STANDIN)/bin/python -m pip install --disable-pip-version-check --no-compile --editable '.[dev]' --constraint $(STANDIN)/constraints.txt \
-		torch==2.11.0 nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.0.85
+		torch==2.11.0 nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.0.85 \
+		$(if $(TE_WHEEL),'transformer-engine[core_cu13]' '$(TE_WHEEL)')
 	@touch $@
 
 test-standin: $(STANDIN)/.ready

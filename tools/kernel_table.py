@@ -34,6 +34,10 @@ KINDS = {
     ("window, heads of 256, soft cap", "Gemma 2 9B"): "head_dim: 256, sliding_window: 4096, attention_softcap: 50.0",
     ("heads of 256, gated", "Qwen3.6-27B"): "head_dim: 256, attention_output_gate: true",
     ("heads of 512", "Gemma 4 26B"): "head_dim: 512, value_norm: true",
+    ("keys of 192, values of 128", "MiMo-V2-Flash"): "head_dim: 192, value_head_dim: 128",
+    ("window, keys of 192, values of 128, sinks", "MiMo-V2-Flash"): (
+        "head_dim: 192, value_head_dim: 128, sliding_window: 129, attention_sinks: true"
+    ),
     ("latent, keys of 192, values of 128", "Moonlight-16B"): "latent_attention: {kv_lora_rank: 512}",
 }
 

@@ -163,9 +163,11 @@ class StageWork:
         work = self._mlp_backward(kind)
         replaced = kind.mlp.replaced(work)
         yield WorkingSet({MLP: kind.mlp.in_backward(work) + replaced + more, **whole}, freed + replaced)
-        # The gradient of the residual stream.  Core keeps the gradient of the output of a layer that it repeats, and a
-        # tiled MLP uses that memory again (sft/mcore/activations/recompute.py).
-        gradients = 2 if self._repeats_layers and self.stage.config.train.mlp_tile is None else 1
+        # The gradient of the residual stream.  What is repeated, a layer or a mixer, keeps the gradient of its output,
+        # and a tiled MLP uses that of a layer again (sft/mcore/activations/recompute.py).
+        train = self.stage.config.train
+        repeats_mixer = train.recompute == "selective" and kind.mixer.is_recomputed
+        gradients = 2 if repeats_mixer or (self._repeats_layers and train.mlp_tile is None) else 1
         waits = kind.waits_for_attention * self.tokens + gradients * self.hidden
         local = kind.mixer.local(self.tokens) + waits + self._widest_gradient() + more
         gathered = kind.mixer.gathered(self.pack)

@@ -173,7 +173,7 @@ def rate(
         rows = _CAPPED.get(architecture, ()) if kernel == FLASH4 else ()
     if has_window and kernel == FFPA:
         rows = ()
-    if is_grouped and key_width != value_width and kernel == FLASH4:  # flash4.py says why
+    if kernel == FLASH4 and architecture == HOPPER and is_grouped and key_width != value_width:  # flash4.py says why
         rows = ()
     if kernel == FFPA and (key_width, value_width) != (512, 512):
         rows = ()

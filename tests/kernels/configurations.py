@@ -14,7 +14,7 @@ from contextlib import chdir
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +28,7 @@ from sft.mcore.backends import kernels
 from sft.recipe.load import parse_recipe
 from tests.unit.fixtures import hf
 from tests.unit.hf import released
+from tests.unit.hf.own_windows import ERNIE, HUNYUAN, LAGUNA, MIMO, STEP
 
 ROOT = Path(__file__).resolve().parents[2]
 RELEASED = ROOT / "tests" / "unit" / "fixtures" / "released"
@@ -95,10 +96,27 @@ def models() -> Iterator[tuple[str, Config]]:
         for path in sorted(RECIPES.rglob("*.yaml")):
             yield str(path.relative_to(RECIPES)), parse_recipe(path.read_text(), str(path), []).config
     least = parse_recipe(_LEAST, "least", []).config
-    for name in (*sorted(path.stem for path in RELEASED.glob("*.json")), *released.SIZES):
-        yield name, least.model_copy(update={"model": hf.model_of(released.config(name))})
+    for name, content in contents().items():
+        yield name, least.model_copy(update={"model": hf.model_of(content)})
 
 
+def contents() -> dict[str, dict[str, Any]]:
+    """The config.json of released models, by name."""
+    names = (*sorted(path.stem for path in RELEASED.glob("*.json")), *released.SIZES)
+    own_windows = {content["model_type"]: content for content in (LAGUNA, MIMO, STEP, ERNIE, HUNYUAN)}
+    return {name: released.config(name) for name in names} | own_windows | _OF_RECURRENCES
+
+
+# Released models whose layers have a recurrence of their own sizes.
+_OF_RECURRENCES: dict[str, dict[str, Any]] = {
+    "nemotron_3_nano_4b": released.config("nemotron_3_nano_30b_a3b", mamba_num_heads=96, mamba_head_dim=80),
+    "nemotron_3_super": released.config("nemotron_3_nano_30b_a3b", mamba_num_heads=128),
+    "ling_3": {  # what it does not name has the defaults of transformers
+        **dict(model_type="bailing_hybrid", num_hidden_layers=42, hidden_size=2560, intermediate_size=6144),
+        **dict(num_attention_heads=32, vocab_size=157184, moe_intermediate_size=768, num_experts=512),
+        **dict(num_experts_per_token=8, num_shared_experts=1, first_k_dense_replace=2),
+    },
+}
 _LEAST = """
 run: {dir: unused, device: cuda}
 model: {num_layers: 1, init_from: random, hidden_size: 64, ffn_hidden_size: 64, num_attention_heads: 1}
@@ -144,7 +162,7 @@ def _in_bf16(config: Config) -> Config:
 def linear() -> dict[Linear | Mamba, tuple[Config, Mixer]]:
     """Shapes of layers with a recurrence -> the recipe, on a GPU in bf16, and the mixer of a model with them."""
     found: dict[Linear | Mamba, tuple[Config, Mixer]] = {}
-    for _, config, mixer in (*_mixers(), _nemotron()):
+    for _, config, mixer in _mixers():
         if mixer.kind == "Mamba-2":
             mamba = config.model.mamba
             heads = (mamba.num_heads or 0) // (mamba.num_groups or 1)
@@ -157,13 +175,6 @@ def linear() -> dict[Linear | Mamba, tuple[Config, Mixer]]:
             shape = Linear(sizes.key_head_dim, sizes.value_head_dim, ratio, sizes.conv_kernel, *own)
             found.setdefault(shape, (_in_bf16(config), mixer))
     return found
-
-
-def _nemotron() -> tuple[str, Config, Mixer]:
-    """A layer with the sizes of Nemotron-3-Nano-30B-A3B."""
-    config = parse_recipe(_LEAST, "least", ["model.mamba={layers: [1], num_heads: 64, num_groups: 8}"]).config
-    (group,) = all_layer_groups(config.model)
-    return "nemotron 3 nano", config, group.mixer
 
 
 def text(demand: Demand) -> str:

@@ -19,7 +19,7 @@ from sft.estimate import memory
 from sft.parallel.layout import Layout
 from tests.allocations.compare import Comparison
 from tests.standin import build, launch
-from tests.standin.memory_rows import GEMMA_4, KINDS, read
+from tests.standin.memory_rows import GEMMA_4, KDA, KINDS, MIMO, read
 from tools.bench.steps.trainer import documents_of
 
 _EXPERTS = [
@@ -49,7 +49,42 @@ _GLM = [
         score_function="sigmoid", correction_bias="true",
     ).items()),
 ]  # fmt: skip
+_SIGMOID = ["model.moe.score_function=sigmoid", "model.moe.correction_bias=true", "model.moe.aux_loss_coef=1e-3"]
+_FEW_EXPERTS = ["model.moe.num_experts=16", "model.moe.top_k=4", *_SIGMOID]
+# Eight layers of Nemotron 3, each only a mixer or only experts.
+_NEMOTRON = [
+    *("model.num_layers=8", "model.qk_norm=false", "model.activation=relu2", "model.num_attention_heads=32"),
+    *("model.num_query_groups=2", "model.head_dim=128", "model.rope.skip_layers=[6]"),
+    *("model.halves={without_mixer: [2, 4, 7], without_mlp: [1, 3, 5, 6, 8]}", "model.moe.layers=[2, 4, 7]"),
+    *("attention.delta_rule=torch", *_FEW_EXPERTS),
+]
+_NANO = [
+    *("model.hidden_size=2688", "model.ffn_hidden_size=1856", "model.moe.ffn_hidden_size=1856"),
+    "model.mamba={layers: [1, 3, 5, 8], num_heads: 64, num_groups: 8, min_time_step: 0.001}",
+    "model.moe.shared_ffn_hidden_size=3712",
+]
+_SUPER = [
+    *("model.hidden_size=4096", "model.ffn_hidden_size=2688", "model.moe.ffn_hidden_size=2688"),
+    "model.mamba={layers: [1, 3, 5, 8], num_heads: 128, num_groups: 8, min_time_step: 0.001}",
+    *("model.moe.shared_ffn_hidden_size=5376", "model.moe.latent_size=1024"),
+]
+# Four layers of Laguna: query heads and rotated widths by kind of layer, a gate for each head.
+_LAGUNA = [
+    *("model.num_layers=4", "model.hidden_size=2048", "model.ffn_hidden_size=8192", "model.num_attention_heads=64"),
+    *("model.num_query_groups=8", "model.attention_head_gate=softplus", "model.sliding_window=512"),
+    *("model.sliding_window_layers=[2, 3, 4]", "model.full_attention.num_attention_heads=48"),
+    "model.rope={fraction: 0.5, window_base: 1e4, window_fraction: 1.0}",
+    *("model.moe.ffn_hidden_size=512", "model.moe.shared_ffn_hidden_size=512", "model.moe.dense_layers=1"),
+    *_FEW_EXPERTS,
+]
+_KIMI = [*KDA, "model.moe={dense_layers: 1, ffn_hidden_size: 1024, shared_ffn_hidden_size: 1024}", *_FEW_EXPERTS]
+_MIMO = [*MIMO, "model.moe={dense_layers: 1, ffn_hidden_size: 2048}", *_FEW_EXPERTS]
 MORE_KINDS = {
+    "nemotron": [*_NEMOTRON, *_NANO],
+    "nemotron_super": [*_NEMOTRON, *_SUPER],
+    "kimi": _KIMI,
+    "mimo_experts": _MIMO,
+    "laguna": _LAGUNA,
     "experts": _EXPERTS,
     "latent": _LATENT,
     "gemma4_experts": _GEMMA_4_EXPERTS,
@@ -104,6 +139,25 @@ ROWS = (
     "1.7b:64k:one:full@gemma4_experts,ep=4,cp=4",
     "1.7b:16k:one:none@gemma4_experts,ep=2,dp=2",
     "0.6b:64k:one:selective@experts,ep=2,etp=2,tp=2,sequence_parallel=true,dp=2",
+    "1.7b:32k:one:selective@nemotron",
+    "1.7b:32k:one:none@nemotron",
+    "1.7b:64k:one:full@nemotron,cp=2,ep=2",
+    "1.7b:32k:one:selective@nemotron,tp=2,sequence_parallel=true,ep=2",
+    "1.7b:32k:one:selective@nemotron_super",
+    "1.7b:64k:one:full@nemotron_super,cp=4,ep=4",
+    "1.7b:32k:one:none@mamba",
+    "1.7b:32k:one:selective@mamba,tp=2,sequence_parallel=true",
+    "1.7b:32k:one:selective@kimi",
+    "1.7b:32k:one:none@kda",
+    "1.7b:64k:one:full@kimi,cp=2,ep=2",
+    "1.7b:32k:one:selective@kda,tp=2,sequence_parallel=true",
+    "1.7b:32k:one:selective@olmo_hybrid",
+    "1.7b:32k:one:selective@mimo_experts",
+    "1.7b:32k:one:none@mimo",
+    "1.7b:64k:one:full@mimo_experts,cp=2,ep=2",
+    "1.7b:32k:one:selective@muse",
+    "1.7b:64k:one:full@muse,cp=4",
+    "1.7b:32k:one:selective@laguna,cp=2,ep=2",
 )
 # A kernel of attention keeps its output and log-sum-exp; linear attention keeps states, and a ring what it received.
 ROWS_KEPT = (

@@ -71,6 +71,32 @@ class Shapes:
         hm.zero_()
 
     @staticmethod
+    def fused_kda_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor, **how: Any) -> Tensor:
+        return g.float() * A_log.float()[:, None] + dt_bias.float().view(g.shape[1:])
+
+    @staticmethod
+    def chunk_kda_fwd_intra(*, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Results:
+        pairs = v.new_zeros(*v.shape[:3], CHUNK)
+        return k * 1, v * 1, q * 1, k * 1, pairs, pairs * 1
+
+    @staticmethod
+    def chunk_gla_fwd_o_gk(*, v: Tensor, **how: Any) -> Tensor:
+        return v * 1
+
+    @staticmethod
+    def chunk_kda_bwd_dAv(*, v: Tensor, A: Tensor, **how: Any) -> Results:
+        return A.float(), v * 1
+
+    @staticmethod
+    def chunk_kda_bwd_wy_dqkg_fused(*, q: Tensor, k: Tensor, v: Tensor, g: Tensor, **how: Any) -> Results:
+        beta, solution = how["beta"], how["A"]
+        return q.float(), k.float(), v * 1, beta.float(), g * 1, solution.float()
+
+    @staticmethod
+    def chunk_kda_bwd_intra(*, dq: Tensor, dk: Tensor, db: Tensor, dg: Tensor, **how: Any) -> Results:
+        return dq * 1, dk * 1, db * 1, dg * 1
+
+    @staticmethod
     def fused_gdn_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor, **how: Any) -> Tensor:
         return g.float() * A_log.float() + dt_bias.float()
 

@@ -52,6 +52,11 @@ ROWS = (
     "1.7b:32k:one:selective@latents,cp=2",
     "1.7b:32k:one:selective@gemma4,cp=2",
     "0.6b:64k:one:selective@linear,cp=2",
+    "1.7b:32k:one:selective@mamba,cp=2",
+    "1.7b:32k:one:selective@kda,cp=2",
+    "1.7b:32k:one:full@olmo_hybrid,cp=2",
+    "1.7b:32k:one:selective@mimo,cp=2",
+    "1.7b:32k:one:selective@muse,tp=2,sequence_parallel=true",
 )
 ROWS_TE = (
     "1.7b:64k:one:selective@te",
@@ -87,10 +92,50 @@ _GPT_OSS += _keys(attention_sinks=True, activation="clamped_swiglu", activation_
 _LATENT = _keys(num_layers=12, hidden_size=2048, ffn_hidden_size=11_264, num_attention_heads=16, qk_norm=False)
 _LATENT += ["model.num_query_groups=null", "model.head_dim=null", "model.latent_attention.kv_lora_rank=512"]
 _LATENT += ["model.rope.interleaved=true"]
+_TORCH = "attention.delta_rule=torch"  # FLA's kernels give sizes that only a GPU computes, and the estimate expects FLA
 _LINEAR = [
     "model.linear_attention={layers: [1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 15, 17, 18, 19, 21, 22, 23, 25, 26, 27], "
     "num_key_heads: 16, num_value_heads: 32, key_head_dim: 128, value_head_dim: 128}",
-    "attention.delta_rule=torch",  # FLA is not installed here, and the estimate expects it
+    _TORCH,
+]
+# Seven layers of Nemotron-3-Nano-4B, each only a mixer or only an MLP.
+_MAMBA = [
+    *_keys(num_layers=7, hidden_size=3136, ffn_hidden_size=12_544, num_attention_heads=40, num_query_groups=8),
+    *_keys(head_dim=128, qk_norm=False, activation="relu2"),
+    "model.mamba={layers: [1, 3, 6], num_heads: 96, num_groups: 8, head_dim: 80, min_time_step: 0.001}",
+    "model.halves={without_mixer: [2, 5, 7], without_mlp: [1, 3, 4, 6]}",
+    *("model.rope.skip_layers=[4]", _TORCH),
+]
+# Eight layers of Kimi-Linear-48B-A3B without experts.
+KDA = [
+    *_keys(num_layers=8, hidden_size=2304, ffn_hidden_size=9216, num_attention_heads=32, qk_norm=False),
+    *("model.head_dim=null", "model.num_query_groups=null", "model.latent_attention.kv_lora_rank=512"),
+    "model.linear_attention={layers: [1, 2, 3, 5, 6, 7], num_key_heads: 32, num_value_heads: 32, decay: channel, "
+    "low_rank: 128, gate: sigmoid}",
+    *("model.rope.skip_layers=[4, 8]", _TORCH),
+]
+# Four layers of Olmo Hybrid 7B.
+_OLMO_HYBRID = [
+    *_keys(num_layers=4, hidden_size=3840, ffn_hidden_size=11_008, num_attention_heads=30, num_query_groups=30),
+    *_keys(head_dim=128, norm_placement="post", qk_norm_across_heads=True),
+    "model.linear_attention={layers: [1, 2, 3], num_key_heads: 30, num_value_heads: 30, key_head_dim: 96, "
+    "value_head_dim: 192, beta_factor: 2, norm_epsilon: 1e-5, norm_placement: pre}",
+    _TORCH,
+]
+# Six layers of MiMo-V2-Flash without experts: in layers with a window twice the key heads, and sinks.
+MIMO = [
+    *_keys(num_layers=6, hidden_size=4096, ffn_hidden_size=16_384, num_attention_heads=64, num_query_groups=8),
+    *_keys(head_dim=192, value_head_dim=128, value_multiplier=0.707, qk_norm=False, attention_sinks=True),
+    *_keys(sliding_window=129, sliding_window_layers=[2, 3, 4, 5]),
+    *("model.full_attention={num_query_groups: 4, sinks: false}", "model.rope={fraction: 0.334, window_base: 1e4}"),
+]
+# Four layers of Muse Glimmer 30B.
+_MUSE = [
+    *_keys(num_layers=4, hidden_size=6656, ffn_hidden_size=19_968, num_attention_heads=32, num_query_groups=2),
+    *_keys(head_dim=128, norm_placement="both", norm_zero_centered=True, final_norm_zero_centered=False),
+    *_keys(output_norm_epsilon=1e-8, qk_norm_weights=False, embedding_norm=True, attention_output_gate=True),
+    *_keys(attention_multiplier=0.342, logits_scaling=5.1, logits_softcap=20, sliding_window=2048),
+    *("model.sliding_window_layers=[1, 2, 3]", "model.rope.skip_layers=[4]"),
 ]
 # Six layers of Gemma 4 26B-A4B without experts, the last without a window.
 GEMMA_4 = [
@@ -113,6 +158,11 @@ KINDS = {  # of layers, by a word after the @; the models have their own sizes, 
     "linear": _LINEAR,
     "gemma4": GEMMA_4,
     "chunks": ["train.head_chunks=8"],
+    "mamba": _MAMBA,
+    "kda": KDA,
+    "olmo_hybrid": _OLMO_HYBRID,
+    "mimo": MIMO,
+    "muse": _MUSE,
     "gpt_oss": [*_GPT_OSS, *_keys(sliding_window=128, sliding_window_layers=[1, 3, 5, 7, 9, 11])],
 }
 

@@ -29,6 +29,8 @@ from sft.layers.weight import LayerWeight, has_input_norms
 PLAIN_NORM, FUSED_NORM = (72, 158), (10, 14)
 # The same for the decay, if each channel has its own.  If all channels of a head share one, its bytes are too few.
 PLAIN_DECAY, FUSED_DECAY = (30, 46), (6, 8)
+# Blocks of the delta rule with decays of channels in plain torch, in fp32, as large as those of the convolution.
+CHANNEL_BLOCKS = 3
 DUPLICATED = "linear attention, duplicated"  # `LayerWeight.part` of products that every tensor-parallel rank computes
 _A, _LOW_RANK = "self_attention", "linear_attention.low_rank"
 _WEIGHTS = (
@@ -145,14 +147,16 @@ class DeltaBytes(RecurrentBytes):
         """Bytes of gradients while backward computes the gated norm or the delta rule, and of fp32 blocks or of FLA's
         own tensors.
 
-        The gated norm holds the gradients of its output, of its input and of the gate.  Then its output and input are
-        freed.  The delta rule holds the gradients of its output and of the gate, and computes those of q, k, v
-        and of the decays of channels, in fp32; the gradients of decays of heads are too few to count.
+        The gated norm holds the gradients of its output, of its input and of the gate; its output is free.  The delta
+        rule holds the gradients of its output and of the gate, and computes those of q, k, v and of the decays of
+        channels, in fp32; the output and the input of the norm, which are as wide as the first two, are free.  The
+        gradients of decays of heads are too few to count.
         """
-        width, of_heads = self.rank.width, self.heads.value_heads
-        of_decays = FP32 * of_heads * self.heads.decays if self.heads.decays > 1 else 0
-        gradients = max(3 * width * self._values, width * (self._values + self.heads.channels) + of_decays)
-        blocks = BLOCKS * FP32 * min(self.block_numbers, tokens * self.heads.channels)
+        width, heads = self.rank.width, self.heads
+        of_decays = FP32 * heads.value_heads * heads.decays if heads.decays > 1 else 0
+        gradients = max(2 * width * self._values, width * heads.channels + of_decays)
+        count = BLOCKS if heads.decays == 1 else CHANNEL_BLOCKS
+        blocks = count * FP32 * min(self.block_numbers, tokens * heads.channels)
         work = tokens * self.fla_work if self.is_fla else blocks
         return tokens * gradients + work + self._passing
 

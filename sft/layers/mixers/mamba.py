@@ -129,12 +129,12 @@ class MambaBytes(RecurrentBytes):
         """Bytes of gradients while backward computes the recurrence, and of fp32 blocks or of FLA's own tensors.
 
         The recurrence holds the gradients of its output, of the gate and of x through the skip, and computes those of
-        x, B and C.
+        x, B and C.  Backward has freed the input and the output of the gated norm, which are as wide as two of them.
         """
         heads = self.heads
         blocks = BLOCKS * FP32 * min(self.block_numbers, tokens * heads.channels)
         work = tokens * self.fla_work if self.is_fla else blocks
-        return tokens * self.rank.width * (3 * heads.inner + heads.channels) + work + self._passing
+        return tokens * self.rank.width * (heads.inner + heads.channels) + work + self._passing
 
     @property
     def fla_work(self) -> float:

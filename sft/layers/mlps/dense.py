@@ -37,8 +37,12 @@ class DenseMlp(Mlp):
         return work.with_hidden(work.recomputed + work.saved["gate and up"])
 
     def replaced(self, work: MlpBackward) -> float:
-        """Bytes of the gated activation, if it was saved.  The activation's gradient replaces it in memory."""
-        return (work.saved["gated"] if "gated" in work.kept else 0.0) * work.tokens
+        """Bytes of the gated activation, if it was saved.  The activation's gradient replaces it in memory.
+
+        Without a gate, the moment before is as large: there, the activation and its gradient are in memory.
+        """
+        is_replaced = "gated" in work.kept and has_gate(self.model)
+        return (work.saved["gated"] if is_replaced else 0.0) * work.tokens
 
     def frame(self, rank: RankShare, *, is_portable: bool) -> Moved:
         """Bytes of norms and the residual sum.  Selective computes this half again, and copies its input's gradient."""

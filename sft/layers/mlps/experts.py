@@ -107,12 +107,15 @@ class Experts(Mlp):
         """Bytes while backward computes the experts.  The sizes in `work.saved` count a token top_k times.
 
         After the recomputation of a whole layer, these are the recomputed tensors, and the larger of two sums: gate
-        and up with one tensor as wide as the sent tokens, or three such tensors.
+        and up with one tensor as wide as the sent tokens, or three such tensors.  The output of a shared expert, and
+        the sum of the experts' outputs to which it is added, are in memory too, if nothing saves them.
         """
         if not work.repeats_layer:
             return (self._recomputed(work) if work.recompute == "selective" else self._all_saved(work)) + work.hidden
         sent, gate_up = work.saved["sent to experts"], work.saved["gate and up"]
-        return work.with_hidden(work.recomputed + max(gate_up + sent, 3 * sent))
+        moe = self.model.moe
+        is_added = moe.shared_ffn_hidden_size is not None and not (moe.shared_gate or moe.own_norms)
+        return work.with_hidden(work.recomputed + max(gate_up + sent, 3 * sent)) + 2 * is_added * work.hidden
 
     def _recomputed(self, work: MlpBackward) -> float:
         """Bytes while backward computes experts, if only the experts are recomputed.

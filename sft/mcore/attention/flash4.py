@@ -87,7 +87,8 @@ def _refused(demand: Demand) -> str | None:
         return refused_heads(MAX_FLASH_HEAD, width)
     if major == _BLACKWELL and width > _COMPARED:
         return f"its heads of {width} were not compared with plain torch on GPUs of compute capability {_BLACKWELL}.x"
-    if demand.heads_per_key > 1 and demand.key_width != demand.value_width:  # flash_bwd_sm90.py of 4.0.0b36
+    is_grouped = demand.heads_per_key > 1
+    if major == _HOPPER and is_grouped and width != demand.value_width:  # flash_bwd_sm90.py of 4.0.0b36
         return "its backward pass with grouped heads needs values as wide as keys"
     return None
 

@@ -57,7 +57,8 @@ class SsdPass:
         first, stop = self.part.boundaries[sequence] + chunk * CHUNK, self.part.boundaries[sequence + 1]
         of_chunks = self._g[0].index_select(0, torch.minimum(first + CHUNK, stop) - 1)
         sums = torch.segment_reduce(of_chunks.double(), "sum", offsets=self.part.chunk_offsets, axis=0, unsafe=True)
-        return sums.exp2()[..., None, None].to(self._inputs.state_dtype), self._run(None, is_last_wanted=True)[1]
+        decays = (sums / TO_BASE_2).exp()  # not exp2, which torch compiles when it is first called
+        return decays[..., None, None].to(self._inputs.state_dtype), self._run(None, is_last_wanted=True)[1]
 
     def outputs(self, states: Tensor | None) -> Tensor:
         before, _ = self._run(states)

@@ -89,12 +89,12 @@ def test_what_linear_attention_keeps() -> None:
         "gate and up": 768, "gated": 384,
     }  # fmt: skip
     assert LayerBytes.of(delta, "full").total == 128
-    # Mixed channels 192 and values 128, bf16: the gradients of norm or delta rule take 3 x 128 = 192 + 192; six blocks
-    # in fp32.
-    assert delta.local(512) == 512 * 2 * 384 + 6 * 4 * 512 * 192
-    assert delta.local(2**20) == 2**20 * 2 * 384 + 6 * 4 * 2**24
+    # Mixed channels 192 and values 128, bf16: the gradients of the norm take 3 x 128, and its output is free; the delta
+    # rule would take 192; six blocks in fp32.
+    assert delta.local(512) == 512 * 2 * 256 + 6 * 4 * 512 * 192
+    assert delta.local(2**20) == 2**20 * 2 * 256 + 6 * 4 * 2**24
     cpu = mixed.model_copy(update={"run": mixed.run.model_copy(update={"device": "cpu"})})
-    assert DeltaBytes.of(model, layout.share(cpu), 512).local(2**20) == 2**20 * 2 * 384 + 6 * 4 * 2**20
+    assert DeltaBytes.of(model, layout.share(cpu), 512).local(2**20) == 2**20 * 2 * 256 + 6 * 4 * 2**20
     # Over cp, A and the states before two fragments: 2 x 4 x (16 x 16 + 16 x 32) numbers for 128 tokens.
     four = of(4, model={**TINY, **sizes}, parallel={"cp": 4})[1]
     over_cp = DeltaBytes.of(model, four.share(mixed), 512)
@@ -151,10 +151,10 @@ def test_decays_of_channels_take_more_than_decays_of_heads() -> None:
         for is_fla in (False, True)
     }
     assert found == {
-        (1, False): 512 * 2 * (2 + 2) * 128,
-        (128, False): 512 * (2 * (2 + 2) * 128 + 512),
-        (1, True): 512 * 2 * ((2 + 2) * 128 + 1984),
-        (128, True): 512 * (2 * ((2 + 2) * 128 + 3328) + 512),
+        (1, False): 512 * 2 * (1 + 2) * 128,
+        (128, False): 512 * (2 * (1 + 2) * 128 + 512),
+        (1, True): 512 * 2 * ((1 + 2) * 128 + 1984),
+        (128, True): 512 * (2 * ((1 + 2) * 128 + 3328) + 512),
     }
 
 

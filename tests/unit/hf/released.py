@@ -115,6 +115,25 @@ SIZES: dict[str, dict[str, Any]] = {
         "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 12,
         "mlp_layer_types": ["dense"] + ["sparse"] * 47,
     },
+    "olmo_hybrid_7b": {
+        "model_type": "olmo_hybrid",
+        **_sizes(32, 3840, 11008, 30, 30, 100352),
+        **{"linear_num_key_heads": 30, "linear_num_value_heads": 30, "linear_key_head_dim": 96},
+        **{"linear_value_head_dim": 192, "linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True},
+        **{"rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}},
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8,
+    },
+    "granite_4_h_small": {
+        "model_type": "granitemoehybrid",
+        **_sizes(40, 4096, 768, 32, 8, 100352),
+        **{"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 128, "mamba_d_head": 64, "mamba_d_conv": 4},
+        **{"mamba_expand": 2, "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_proj_bias": False},
+        **{"num_local_experts": 72, "num_experts_per_tok": 10, "shared_intermediate_size": 1536},
+        **{"attention_multiplier": 0.0078125, "embedding_multiplier": 12.0, "residual_multiplier": 0.22},
+        **{"logits_scaling": 16.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
+        **{"position_embedding_type": "nope", "attention_bias": False},
+        "layer_types": ["attention" if number % 10 == 5 else "mamba" for number in range(40)],
+    },
 }
 
 VISION = (

@@ -238,6 +238,7 @@ PARAMETERS: dict[str, tuple[Any, Any]] = {
     "solar_open_100b": (approx(102.6e9, rel=0.01), approx(12e9, rel=0.03)),
     "hy3": (approx(295e9, rel=0.01), approx(21e9, rel=0.03)),
     "k_exaone": (approx(236e9, rel=0.01), approx(23e9, rel=0.05)),
+    "granite_4_h_small": (approx(32.2e9, rel=0.01), approx(9e9, rel=0.05)),
 }
 
 

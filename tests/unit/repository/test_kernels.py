@@ -17,16 +17,12 @@ from tests.kernels.cubins import Compiled, Usage, parse
 from tests.kernels.cute import dynamic_shared
 from tests.kernels.sample import Item
 from tests.kernels.table import Result, Stored
-from tests.unit.hf import released
 
-# Families of which no released config.json is here.  Their layers are those of other families, except keys of 192 with
-# grouped values of 128 (MiMo-V2-Flash), whose kernels have not been compiled.
+# Families of which no released config.json is here.  Their layers are those of other families.
 WITHOUT_SIZES = {
-    *("afmoe", "arcee", "bailing_hybrid", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma4_text"),
-    *("gemma4_unified", "gemma4_unified_text", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid"),
-    *("hunyuan_v1_dense", "hunyuan_v1_moe", "laguna"),
-    *("mimo_v2_flash", "ministral3", "mistral", "mistral4", "olmo3", "olmo_hybrid", "olmoe", "qwen2", "qwen2_vl"),
-    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "step3p5", "step3p7"),
+    *("afmoe", "arcee", "dots1", "ernie4_5", "exaone4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
+    *("granite_swa", "granitemoe", "granitemoe_swa", "hunyuan_v1_dense", "ministral3", "mistral", "mistral4", "olmo3"),
+    *("olmoe", "qwen2", "qwen2_vl", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "step3p5"),
 }
 OUTPUT = """
 Resource usage:
@@ -61,7 +57,9 @@ def test_the_list_has_every_family_and_recipe() -> None:
     names = {name for name, _ in configurations.models()}
     recipes = {str(path.relative_to(configurations.RECIPES)) for path in configurations.RECIPES.rglob("*.yaml")}
     assert recipes and recipes < names
-    families = {architecture(released.config(name), name).family.model_type for name in names - recipes}
+    contents = configurations.contents()
+    assert {*contents} == names - recipes
+    families = {architecture(content, name).family.model_type for name, content in contents.items()}
     assert {family.model_type for family in FAMILIES.values()} - families == WITHOUT_SIZES
 
 
@@ -78,11 +76,15 @@ def test_the_list_has_every_layer_that_has_a_kernel() -> None:
     assert "gemma2_27b" in listed["128/128, 2 heads a key, window, soft cap 50"]
     assert "gemma_4_31b" in listed["512/512, 8 heads a key"]
     assert "deepseek_v3" in listed["192/128, 1 heads a key"]
+    assert "mimo_v2_flash" in listed["192/128, 16 heads a key"]
+    assert "mimo_v2_flash" in listed["192/128, 8 heads a key, window"]
     assert linear == {
         "128/128, 3 heads a key, 4 taps",
         "128/128, 2 heads a key, 4 taps",
+        "96/192, 1 heads a key, 4 taps",
         "128/128, 1 heads a key, 4 taps, decays of channels",
-        "Mamba-2 128/64, 8 heads a group, 4 taps",
+        "128/128, 1 heads a key, 4 taps, decays of channels with a limit",
+        *(f"Mamba-2 128/{width} heads a group, 4 taps" for width in ("64, 8", "64, 16", "64, 128", "80, 12")),
     }
 
 

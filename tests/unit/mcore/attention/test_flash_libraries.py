@@ -336,6 +336,14 @@ def test_other_gpus(
     assert operators.why_not(Demand("cuda", BF16, width, width)) == reason
 
 
+def test_narrow_values_of_groups_are_refused_on_hopper_alone() -> None:
+    """MiMo-V2-Flash: the package's backward pass for Blackwell compiles (docs/numbers/kernels.md)."""
+    operators, _ = LIBRARIES["flash4"]
+    demand = Demand("cuda", BF16, 192, 128, heads_per_key=16)
+    refused = {major: operators.refused(demand._replace(capability=(major, 0))) for major in (9, 10)}
+    assert refused == {9: "its backward pass with grouped heads needs values as wide as keys", 10: None}
+
+
 def _broken(name: str) -> None:
     raise AttributeError("module 'cutlass' has no attribute 'cute'")
 

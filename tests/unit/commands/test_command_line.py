@@ -61,8 +61,8 @@ def test_dynamic_cp_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
 parallel.dynamic_cp = true
     from     command line: parallel.dynamic_cp=true
     type     true or false; default false
-    meaning  Give each pack a CP size of its own: a power of two that divides cp, or cp.  Short \
-documents then need no CP.
+    meaning  Each pack has its own CP size, a power of two that divides cp, or cp.  Short documents then need no \
+CP.
 num_microbatches = differs from step to step
     from     derived: the plan, because of parallel.dynamic_cp, for 8 processes
     type     not a key

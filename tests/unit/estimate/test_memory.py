@@ -126,6 +126,8 @@ def test_maps_and_states_of_mamba() -> None:
         for of_pack in (none, trees)
     }
     alone, number, state = found[1, False], 4 * 4, 4 * 24 * 16 * 4
+    # x and the gradient of the gate take 64 numbers each, B and C 48; backward has freed what is as wide as two others.
+    assert alone.local(512) == 512 * 2 * (64 + 64 + 2 * 48) + 6 * 4 * 512 * (64 + 2 * 48)
     assert "maps" not in alone.saved
     assert found[1, True].saved["maps"] == (5 * number + 6 * state) / 512
     assert found[2, False].saved["maps"] == 2 * (number + state) / 256
@@ -409,6 +411,15 @@ def test_tokens_in_experts_while_backward_computes_them() -> None:
     inside = gate_up + gated + norm + router + sent + 3 * sent
     dense = taken(train={"recompute": "full"})  # the same tensors of attention wait; the MLP has width 8
     assert most(full, MLP) - most(dense, MLP) == 1024 * (inside - (norm + 4 + 32 + 16 + 32)) - (2 * 4 * 16 - 2 * 4 * 4)
+
+
+def test_the_sum_of_repeated_experts_beside_a_shared_expert() -> None:
+    """The shared expert's output and the sum of the others have 4 numbers; gate, up and gated, of 2, are recomputed."""
+    plain, shared = (
+        most(taken(model={**EXPERTS, "moe": {**EXPERTS["moe"], **more}}, train={"recompute": "full"}), MLP)
+        for more in ({}, {"shared_ffn_hidden_size": 2})
+    )
+    assert shared - plain == 1024 * 2 * (2 * 4 + 3 * 2)
 
 
 def test_backward_of_a_layer_finds_what_the_layers_after_it_saved_free() -> None:

@@ -152,7 +152,9 @@ class Pack:
     @property
     def documents(self) -> np.ndarray:
         """int32 [t]: index of each token's document.  Padding belongs to the document that it pads."""
-        return np.repeat(np.arange(len(self.lengths), dtype=np.int32), np.diff(self.cu_seqlens))
+        return np.repeat(
+            np.arange(len(self.lengths), dtype=np.int32), np.diff(self.cu_seqlens)
+        )
 
     @property
     def max_seqlen(self) -> int:
@@ -162,6 +164,32 @@ class Pack:
         """
         depths = 0 if self.branches is None else self.branches.depths
         return int((np.diff(self.cu_seqlens) + depths).max())
+
+
+@dataclass(frozen=True, eq=False)
+class TeacherTargets:
+    """A teacher's distribution of the token after each of t tokens: its k most probable outcomes, for distillation.
+
+        k = 2; the second token has no teacher
+        ids       [[7, 2], [-1, -1], [4, -1]]
+        logprobs  [[-0.1, -2.5], [0, 0], [0, 0]]
+
+    ids       int32 [t, k], the outcomes by falling log-probability, different ids in a row.  -1 fills rows with fewer
+              than k outcomes; a row of -1 has no teacher
+    logprobs  float32 [t, k], log-probabilities of the outcomes at temperature 1, at most 0; not read where the id is -1
+    """
+
+    ids: "torch.Tensor"
+    logprobs: "torch.Tensor"
+
+    @property
+    def has_teacher(self) -> "torch.Tensor":
+        """bool [t]: whether the teacher's distribution of the token is known."""
+        return self.ids[:, 0] >= 0
+
+    def __getitem__(self, rows: "torch.Tensor | slice") -> "TeacherTargets":
+        """The targets of the tokens `rows`, an index of the first dimension."""
+        return TeacherTargets(ids=self.ids[rows], logprobs=self.logprobs[rows])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,13 +206,23 @@ class Microbatch:
     loss_weights: "torch.Tensor"  # float32 [1, t], above 0 for supervised labels
     second_labels: "torch.Tensor"  # int64 [1, t], the token after the label
     second_mask: "torch.Tensor"  # bool [1, t], whether multi-token prediction predicts the second label
-    documents: "torch.Tensor"  # int32 [1, t], index of each token's document in the pack
+    documents: (
+        "torch.Tensor"  # int32 [1, t], index of each token's document in the pack
+    )
     cu_seqlens: "torch.Tensor"  # int32 [num_documents + 1], padded boundaries, filler documents included
-    max_seqlen: int  # length of the longest padded document, with the tokens before a branch
-    lengths: np.ndarray  # int32 [num_documents], real lengths; 0 marks a filler document
-    supervised: np.ndarray  # int32 [num_documents], supervised labels; those of a tree count at its first document
+    max_seqlen: (
+        int  # length of the longest padded document, with the tokens before a branch
+    )
+    lengths: (
+        np.ndarray
+    )  # int32 [num_documents], real lengths; 0 marks a filler document
+    supervised: (
+        np.ndarray
+    )  # int32 [num_documents], supervised labels; those of a tree count at its first document
     sources: np.ndarray  # int32 [num_documents], index of each document's source
-    num_documents: int  # number of samples: documents and trees, without filler documents
+    num_documents: (
+        int  # number of samples: documents and trees, without filler documents
+    )
     num_real_tokens: int  # number of tokens of samples
     num_aligned_tokens: int  # real tokens and the padding inside documents
     num_tokens: int  # number of supervised labels
@@ -196,6 +234,9 @@ class Microbatch:
     texts: np.ndarray | None = None
     label_counts: "torch.Tensor | None" = None  # int32 [1, t]
     further: BranchTargets | None = None
+    teacher: TeacherTargets | None = (
+        None  # of this rank's t tokens; None: no token has a teacher
+    )
 
     @property
     def loss_mask(self) -> "torch.Tensor":
@@ -221,7 +262,9 @@ class Microbatch:
         rows = np.flatnonzero(self.loss_weights.numpy())
         if self.label_counts is None or self.further is None:
             return np.ones(len(rows), dtype=np.int64)
-        return np.concatenate([self.label_counts.numpy().ravel()[rows], self.further.counts]).astype(np.int64)
+        return np.concatenate(
+            [self.label_counts.numpy().ravel()[rows], self.further.counts]
+        ).astype(np.int64)
 
     def denominator(self, kind: str) -> float:
         """The contribution of this rank's targets to the denominator of the objective.
@@ -231,7 +274,11 @@ class Microbatch:
         if kind == "weights":
             import torch
 
-            further = 0.0 if self.further is None else self.further.weights.sum(dtype=np.float64)
+            further = (
+                0.0
+                if self.further is None
+                else self.further.weights.sum(dtype=np.float64)
+            )
             return float(self.loss_weights.sum(dtype=torch.float64) + further)
         return float(self.target_counts.sum())
 
@@ -247,5 +294,9 @@ class Microbatch:
         """bool [1, t]: whether the token is padding, in a real or in a filler document."""
         import torch
 
-        ends = self.lengths if self.branches is None else self.branches.depths + self.lengths
+        ends = (
+            self.lengths
+            if self.branches is None
+            else self.branches.depths + self.lengths
+        )
         return self.position_ids >= torch.from_numpy(ends)[self.documents]

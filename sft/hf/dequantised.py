@@ -9,12 +9,11 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from sft.errors import CheckpointError, first_few
 from sft.hf.quantization import Scheme
 from sft.hf.safetensors_files import DTYPES, SafetensorsFolder, StoredTensor, as_checkpoint_error
 from sft.hf.tensor_check import fold_by_layer
+from sft.low_bits.fp8 import Fp8Part, ScaleIndex
 
 FP8 = "F8_E4M3"
 
@@ -54,28 +53,28 @@ class DequantisedFolder(SafetensorsFolder):
             return tensor
         return replace(tensor, dtype=self._scheme.dtype, num_bytes=math.prod(tensor.shape) * self._dtype.itemsize)
 
-    def _part(self, name: str, where: tuple[int | slice, ...]) -> torch.Tensor:
-        part = super()._part(name, where)
-        if name not in self._scales:
-            return part
-        return part.float().mul_(self._scale(name, where)).to(self._dtype)
-
-    def _scale(self, name: str, where: tuple[int | slice, ...]) -> torch.Tensor:
-        """The fp32 scales by which tensor[where] is multiplied.  An axis with one scale for all has size 1."""
+    def _stored_part(self, name: str, where: tuple[int | slice, ...]) -> Fp8Part:
         scale_name, sizes = self._scheme.scale_of(name), self._scales[name].shape
         with as_checkpoint_error(self._scales[name].file):
-            scale = self._map(scale_name).get_tensor(scale_name).float()
+            scale = self._map(scale_name).get_tensor(scale_name)
         self.requested_bytes += self._scales[name].num_bytes
         scale = scale.reshape([1] * (len(where) - len(sizes)) + list(sizes))
-        whole = self.tensors[name].shape
+        whole, block, indices = self.tensors[name].shape, self._scheme.block, list[ScaleIndex | None]()
         for axis, wanted in enumerate(where):
-            wanted = slice(wanted, wanted + 1) if isinstance(wanted, int) else wanted
-            start, stop, stride = wanted.start, wanted.stop, wanted.step or 1
-            if scale.shape[axis] > 1:
-                block = self._scheme.block
-                step = 1 if block is None or scale.shape[axis] == whole[axis] else block[axis - len(where) + 2]
-                scale = scale.index_select(axis, torch.arange(start, stop, stride) // step)
-        return scale.reshape([size for size, wanted in zip(scale.shape, where) if isinstance(wanted, slice)])
+            is_index, wanted = isinstance(wanted, int), slice(wanted, wanted + 1) if isinstance(wanted, int) else wanted
+            start, stop, step = wanted.start, wanted.stop, wanted.step or 1
+            if scale.shape[axis] == 1:
+                index = None
+            else:
+                size = 1 if block is None or scale.shape[axis] == whole[axis] else block[axis - len(where) + 2]
+                first, last = start // size, -(-stop // size)
+                scale = scale.narrow(axis, first, last - first)
+                count = len(range(start, stop, step))
+                index = ScaleIndex(first=start - first * size, count=count, step=step, block=size)
+            if not is_index:
+                indices.append(index)
+        kept = [size for size, wanted in zip(scale.shape, where) if isinstance(wanted, slice)]
+        return Fp8Part(numbers=self._raw_part(name, where), scales=scale.reshape(kept), indices=tuple(indices))
 
 
 def _fits(scale: StoredTensor, tensor: StoredTensor, block: tuple[int, int] | None) -> bool:

@@ -15,17 +15,13 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from sft.errors import CheckpointError, first_few
 from sft.hf.quantization import Mxfp4
 from sft.hf.safetensors_files import DTYPES, SafetensorsFolder, StoredTensor
 from sft.hf.tensor_check import fold_by_layer
+from sft.low_bits.fp4 import GROUP, TransposedMxfp4
 
 _BLOCKS, _SCALES, _UINT8 = "_blocks", "_scales", "U8"
-_SIZE = 32  # number of elements that share a scale
-EXPONENT_BIAS = 127
-_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # value by the lowest three bits; the fourth bit is the sign
 
 
 class Mxfp4Folder(SafetensorsFolder):
@@ -50,42 +46,21 @@ class Mxfp4Folder(SafetensorsFolder):
 
     def _after(self, blocks: StoredTensor, scheme: Mxfp4) -> StoredTensor:
         experts, rows, groups, _ = blocks.shape
-        shape = (experts, groups * _SIZE, rows)
+        shape = (experts, groups * GROUP, rows)
         return replace(blocks, dtype=scheme.dtype, shape=shape, num_bytes=math.prod(shape) * self._dtype.itemsize)
 
-    def _part(self, name: str, where: tuple[int | slice, ...]) -> torch.Tensor:
-        if name not in self.dequantised:
-            return super()._part(name, where)
+    def _stored_part(self, name: str, where: tuple[int | slice, ...]) -> TransposedMxfp4:
         expert, columns, rows = where
         assert isinstance(columns, slice) and columns.step in (None, 1)
-        first, last = columns.start // _SIZE, -(-columns.stop // _SIZE)
+        first, last = columns.start // GROUP, -(-columns.stop // GROUP)
         blocks, scales = (
-            super(Mxfp4Folder, self)._part(name + suffix, (expert, rows, slice(first, last)))
-            for suffix in (_BLOCKS, _SCALES)
+            self._raw_part(name + suffix, (expert, rows, slice(first, last))) for suffix in (_BLOCKS, _SCALES)
         )
-        numbers = dequantised(blocks, scales).to(self._dtype)
-        return numbers[..., columns.start - first * _SIZE : columns.stop - first * _SIZE].mT
-
-
-def dequantised(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The dequantised values, fp32 [..., groups * 32].
-
-    blocks: uint8 [..., groups, 16]; scales: uint8 [..., groups]
-    The lower four bits of a byte are its first element: byte 0x72 with scale 128, a factor of 2 -> 2.0 and 12.0
-    """
-    pairs = fp4_pairs().index_select(0, blocks.flatten().to(torch.int32)).view(*blocks.shape[:-1], _SIZE)
-    exponents = (scales.to(torch.int32) - EXPONENT_BIAS)[..., None]
-    return torch.ldexp(pairs, exponents).flatten(-2)
-
-
-def fp4_pairs() -> torch.Tensor:
-    """fp32 [256, 2]: the two elements of each byte, without scale."""
-    numbers = torch.tensor([*_POSITIVE, *(-number for number in _POSITIVE)])
-    byte = torch.arange(256)
-    return torch.stack((numbers[byte % 16], numbers[byte // 16]), dim=1)
+        count = columns.stop - columns.start
+        return TransposedMxfp4(blocks=blocks, scales=scales, first=columns.start - first * GROUP, count=count)
 
 
 def _fits(blocks: StoredTensor, scales: StoredTensor | None) -> bool:
     if scales is None or (blocks.dtype, scales.dtype) != (_UINT8, _UINT8):
         return False
-    return len(blocks.shape) == 4 and blocks.shape[-1] == _SIZE // 2 and scales.shape == blocks.shape[:-1]
+    return len(blocks.shape) == 4 and blocks.shape[-1] == GROUP // 2 and scales.shape == blocks.shape[:-1]

@@ -23,6 +23,7 @@ from sft.files.folder_files import LIST_BYTES, UnsafeFileError, read_json, regul
 from sft.hf.hub import INDEX, SHARD, SINGLE
 from sft.hf.safetensors_writer import bytes_of
 from sft.hf.tensor_check import fold_by_layer
+from sft.low_bits.part import StoredPart
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MAPPED_BYTES = 64 << 20  # all files are unmapped after this many bytes are read; mapping again reads the header again
@@ -109,6 +110,31 @@ class SafetensorsFolder:
             if self._mapped_bytes >= MAPPED_BYTES:
                 self.close()
 
+    def stored_rows(
+        self,
+        name: str,
+        start: int,
+        shape: tuple[int, int],
+        device: torch.device,
+        *,
+        index: tuple[int, ...] = (),
+        transposed: bool = False,
+        step: int = 1,
+        first_column: int = 0,
+    ) -> StoredPart:
+        """The stored form of what `read_rows` gives for a matrix of `dequantised`, copied to `device`.
+
+        shape: the numbers of rows and columns.  The other arguments and the errors are those of `read_rows`.
+        The values of the part are [rows, columns], or with `transposed` [columns, rows].
+        """
+        rows = slice(start, start + (shape[0] - 1) * step + 1, step)
+        columns = slice(first_column, first_column + shape[1])
+        part = self._stored_part(name, (*index, *([columns, rows] if transposed else [rows, columns]))).copied(device)
+        self._mapped_bytes += part.num_bytes
+        if self._mapped_bytes >= MAPPED_BYTES:
+            self.close()
+        return part
+
     def raw_blocks(self, name: str, max_bytes: int) -> Iterator[memoryview]:
         """The bytes of a tensor of any type, as an export writes them, in blocks of about `max_bytes` bytes.
 
@@ -142,8 +168,18 @@ class SafetensorsFolder:
         self._stack.close()
         self._mapped_bytes = 0
 
+    def _stored_part(self, name: str, where: tuple[int | slice, ...]) -> StoredPart:
+        """The stored form of tensor[where], in mapped memory.  `name` is one of `dequantised`; where: see `_part`"""
+        raise NotImplementedError
+
     def _part(self, name: str, where: tuple[int | slice, ...]) -> torch.Tensor:
-        """tensor[where], in mapped memory.  where: for each axis, an index, or a slice with start and stop"""
+        """tensor[where].  where: for each axis, an index, or a slice with start and stop"""
+        if name in self.dequantised:
+            return self._stored_part(name, where).values(DTYPES[self.tensors[name].dtype])
+        return self._raw_part(name, where)
+
+    def _raw_part(self, name: str, where: tuple[int | slice, ...]) -> torch.Tensor:
+        """The stored tensor[where], in mapped memory.  where: see `_part`"""
         contiguous = tuple(
             slice(wanted.start, wanted.stop) if isinstance(wanted, slice) else wanted for wanted in where
         )

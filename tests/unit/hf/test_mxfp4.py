@@ -9,8 +9,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from sft.console import QUIET
 from sft.errors import CheckpointError
-from sft.hf.mxfp4 import dequantised
 from sft.hf.source import open_source
+from sft.low_bits.fp4 import dequantised
 from sft.weights.export.export_hf import export_hf
 from sft.weights.import_hf import import_hf
 from tests.unit.fixtures import hf

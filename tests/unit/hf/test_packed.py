@@ -10,9 +10,10 @@ import torch
 
 from sft.console import QUIET
 from sft.errors import CheckpointError
-from sft.hf.packed import PackedFolder, unpacked
+from sft.hf.packed import PackedFolder
 from sft.hf.quantization import scheme_of
 from sft.hf.source import open_source
+from sft.low_bits.grouped import unpacked
 from sft.weights.export.export_hf import export_hf
 from sft.weights.import_hf import import_hf
 from tests.unit.fixtures import hf, packed, vision

@@ -41,6 +41,7 @@ def _portable(kernel: str) -> tuple[str, ...]:
     return "attention.backend=portable", f"attention.kernels=[{kernel}]"
 
 
+_DEEPEP = ("parallel.ep_comm=deepep",)
 ROWS = (
     Row("qwen3_8b_128k", 16),
     Row("qwen3_8b_128k", 16, "FP8", ("run.fp8=blockwise",)),
@@ -49,8 +50,10 @@ ROWS = (
     Row("gpt_oss_20b_128k", 16),
     Row("qwen36_27b_128k", 16),
     Row("qwen36_35b_a3b_128k", 16),
+    Row("qwen36_35b_a3b_128k", 16, "DeepEP", _DEEPEP),
     Row("gemma4_26b_a4b_128k", 16),
     Row("glm45_air_64k", 64),
+    Row("glm45_air_64k", 64, "DeepEP", _DEEPEP),
 )
 
 

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- made by tools/traffic_table.py -->\n", "<!-- end of traffic -->\n"
 GPUS_PER_MACHINE = 8
 RECIPES = {  # recipe -> number of GPUs
-    "qwen3_8b_128k": 16,
+    "llama31_8b_128k": 16,
     "qwen3_30b_a3b_64k": 16,
     "gpt_oss_20b_128k": 16,
 }

@@ -137,6 +137,14 @@ def test_sums_of_factors_in_bf16_are_in_fp32() -> None:
     assert float(dvalues[0, 0, 0]) == pytest.approx(harmonic, rel=ROUNDED_TOLERANCE)
 
 
+def test_on_a_gpu_tiles_in_bf16_are_large_and_for_tensor_cores() -> None:
+    """8,192 tokens: 8 tiles of queries, the last with 4 tiles of keys, instead of 32 and 16 in fp32."""
+    kernel = TorchKernel.of(np.array([0, 8192], dtype=np.int32), 1, 0, torch.device("cuda"))
+    tiles = [*kernel._tiles(torch.bfloat16)]
+    assert [tile.limits.factors for tile in tiles] == 8 * [torch.bfloat16] and len([*tiles[-1].key_tiles()]) == 4
+    assert {tile.limits.factors for tile in kernel._tiles(torch.float32)} == {torch.float32}
+
+
 def test_tensor_cores_change_nothing_in_fp32() -> None:
     narrow = TorchKernel.of(DOCUMENTS, 1, 0, CPU)
     *tensors, grad = inputs(torch.float32)

@@ -21,4 +21,5 @@ gives all experts equal shares.
     answers.py replaces results of kernels                       steps.py     training steps of one rank
     calls.py   calls our C code, reads its counters              declarations/ replaces absent CUDA headers
     te_modules.py, te_checkpoints.py, grouped.py                 Transformer Engine's modules, in one process
+    grids.py   thread blocks of torch's flash kernel
 """

@@ -27,6 +27,7 @@ class Counts:
     kernels: int = 0  # a matrix product counts as one kernel, and so does an attention of cuDNN
     host_bytes: int = 0  # page-locked memory
     most_host_bytes: int = 0  # its peak
+    deep_blocks: int = 0  # thread blocks of kernels whose grid has a third axis, such as those of flash attention
 
     def since(self, before: "Counts") -> "Counts":
         return Counts(*(now - then for now, then in zip(astuple(self), astuple(before))))
@@ -90,8 +91,8 @@ def locked(cuda: Any) -> Answers:
     return {**answers, "left": cuda.cudaHostUnregister(ours), "after": counted().host_bytes}
 
 
-def _kernel(cuda: Any, stream: c_void_p, blocks: int = 1) -> int:
-    return cuda.cudaLaunchKernel(None, Dim3(blocks, 1, 1), Dim3(32, 1, 1), None, c_size_t(0), stream)
+def _kernel(cuda: Any, stream: c_void_p, blocks: int = 1, heads: int = 1) -> int:
+    return cuda.cudaLaunchKernel(None, Dim3(blocks, 5, heads), Dim3(32, 1, 1), None, c_size_t(0), stream)
 
 
 def waits(cuda: Any) -> Answers:
@@ -131,7 +132,8 @@ def kernels(cuda: Any) -> Answers:
     cuda.cuLaunchKernel(*[None] * 11)
     cuda.cudnnCreate(byref(handle))
     cuda.cudnnBackendExecute(handle, None, None)
-    return {**answers, "four": counted().kernels}
+    answers["four"] = counted().kernels
+    return {**answers, "three axes": _kernel(cuda, c_void_p(), 7, heads=2), "blocks": counted().deep_blocks}
 
 
 def _join(cuda: Any, rank: int, file: str, size: int = 2) -> c_void_p:

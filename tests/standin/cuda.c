@@ -36,6 +36,7 @@ static struct {
     atomic_long kernels;
     atomic_long host_bytes;  // page-locked now
     atomic_long most_host_bytes;  // page-locked at a time
+    atomic_long deep_blocks;  // thread blocks of kernels whose grid has a third axis
 } counts;
 
 API void standin_counts(long *out) {
@@ -531,6 +532,7 @@ static cudaError_t launch(dim3 grid, dim3 block, cudaStream_t stream) {
         fprintf(stderr, "stand-in: no grid of %u %u %u, blocks of %u threads\n", grid.x, grid.y, grid.z, threads);
         return last_error = cudaErrorInvalidConfiguration;
     }
+    if (grid.z > 1) counts.deep_blocks += (long)grid.x * grid.y * grid.z;
     count_kernel(stream);
     return cudaSuccess;
 }

@@ -109,7 +109,9 @@ def test_a_wait_counts_once_for_work_that_was_not_waited_for(ask: Ask) -> None:
 
 
 def test_kernels_products_and_attention_count_and_a_kernel_without_blocks_is_refused(ask: Ask) -> None:
-    assert ask("kernels") == {"refused": INVALID_CONFIGURATION, "then": 0, "four": 4}
+    """The last of five kernels has a grid of 7 x 5 x 2 blocks; only blocks of grids with three axes count."""
+    expected = {"refused": INVALID_CONFIGURATION, "then": 0, "four": 4, "three axes": 0, "blocks": 70}
+    assert ask("kernels") == expected
 
 
 def test_collectives_of_two_ranks_give_the_numbers(ask_ranks: AskRanks) -> None:

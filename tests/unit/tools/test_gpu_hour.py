@@ -32,6 +32,7 @@ from tools.gpu_hour.steps import MACHINE, STEPS
 MINUTES = {1: 70, 8: 86}  # that the whole may take, by --gpus
 STEP_MINUTES = 8
 BENCH_GRACE_S = 90  # that the last case of a benchmark of steps may take beyond its --minutes
+TEST_S = 20  # that the last test of a GPU may take beyond pytest's --session-timeout
 FACTS: dict[str, Any] = {
     "date": "2026-11-23 04:00Z",
     "device": "NVIDIA H100",
@@ -59,6 +60,9 @@ def test_the_limits_add_up_to_what_is_promised(gpus: int) -> None:
         if "--minutes" in words:
             ends_s = 60 * float(words[words.index("--minutes") + 1]) + BENCH_GRACE_S
             assert ends_s <= declared.limit_s - runner.GRACE_S, declared.name
+        if words[0] == "pytest":  # which reports nothing if it is ended
+            (session,) = [float(word.partition("=")[2]) for word in words if word.startswith("--session-timeout=")]
+            assert session + TEST_S <= declared.limit_s - runner.GRACE_S, declared.name
 
 
 def test_the_steps_come_in_the_order_of_their_worth() -> None:

@@ -67,6 +67,7 @@ _NAMES = {
     "lora.dropout": "lora_dropout",
     "lora.targets": "target_modules lora_target lora_target_modules lora_target_linear lora_attn_modules"
     " apply_lora_to_mlp",
+    "lora.target_parameters": "lora_target_parameters",
     "lora.exclude": "exclude_modules lora_exclude_modules",
     "lora.rslora": "use_rslora lora_use_rslora peft_use_rslora",
     "lora.lr_ratio": "loraplus_lr_ratio",
@@ -108,7 +109,6 @@ _REASONS = {
     "Beside adapters, lora.train_embeddings and lora.train_head train whole weights": "modules_to_save"
     " lora_modules_to_save additional_target apply_lora_to_output",
     "All adapters have the same rank and scale": "rank_pattern alpha_pattern",
-    "Experts get adapters by their names in lora.targets": "target_parameters lora_target_parameters",
     "lora.exclude takes patterns of modules without adapters, such as model.layers.1?.*": "layers_to_transform"
     " peft_layers_to_transform",
     "Weights are held in bf16 or fp32 (run.precision), not quantised; so QLoRA is not supported": "load_in_4bit"

@@ -11,6 +11,7 @@ from sft.config.section import Path, Positive, Section
 
 ALL_LINEAR = "all-linear"
 _PATTERN = re.compile(r"[\w.*?\[\]!-]+")
+_PARAMETER = re.compile(r"\w+(\.\w+)*")
 
 
 class LoraConfig(Section):
@@ -22,8 +23,10 @@ class LoraConfig(Section):
     """The product of B and A is multiplied by alpha / rank, or with rslora by alpha / sqrt(rank)."""
     dropout: float = 0.0
     """Must be 0: a random mask on the input of A would differ between layouts."""
-    targets: Annotated[list[str], Field(min_length=1)] = [ALL_LINEAR]
+    targets: list[str] = [ALL_LINEAR]
     """Modules with adapters, by Hugging Face's names: q_proj, patterns with * and ?, or all-linear (not experts)."""
+    target_parameters: list[str] = []
+    """Experts that files hold as one tensor, by PEFT's names: experts.gate_up_proj, experts.down_proj."""
     exclude: list[str] = []
     """Modules without adapters, although targets names them; names or patterns."""
     rslora: bool = False
@@ -57,9 +60,17 @@ class LoraConfig(Section):
                 "is not supported: the random mask of a token would depend on the layout, and so "
                 "would the loss; use 0"
             )
-        for field, names in (("targets", self.targets), ("exclude", self.exclude)):
+        if not self.targets and not self.target_parameters:
+            yield "targets", "is empty, and so is target_parameters; name modules with adapters, such as all-linear"
+        for field in ("targets", "target_parameters", "exclude"):
+            names = getattr(self, field)
             for i, name in enumerate(names):
-                if not _PATTERN.fullmatch(name):
+                if field == "target_parameters" and not _PARAMETER.fullmatch(name):
+                    yield field, (
+                        f'contains "{name}", which is no name of a parameter; write names or ends of names, such as '
+                        "experts.gate_up_proj; PEFT has no patterns here"
+                    )
+                elif not _PATTERN.fullmatch(name):
                     yield field, (
                         f'contains "{name}", which is no name or pattern of modules; write names such as q_proj, or '
                         "patterns with * and ?, such as model.layers.1?.*; regular expressions are not supported"

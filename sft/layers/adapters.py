@@ -11,7 +11,7 @@ from math import prod
 
 from sft.layers.weights import is_of_layer, weight_of
 
-_ANY = ".*."  # in a name, stands for the number of an expert
+_ANY = ".*"  # in a name, stands for the number of an expert
 _LAYERS = "decoder.layers."  # the beginning of the keys of layers
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"
@@ -21,7 +21,8 @@ FINAL_NORM = "decoder.final_layernorm.weight"
 class Adapter:
     """The adapter of one Linear of the Hugging Face model.  One object describes the adapters of a layer's experts.
     name        the Linear's name, "model.layers.3.self_attn.q_proj"; for experts, * replaces the expert's number:
-                "model.layers.3.mlp.experts.*.gate_proj"
+                "model.layers.3.mlp.experts.*.gate_proj".  If files hold the matrices of all experts as one tensor, the
+                name is that of the tensor, then the number: "model.layers.3.mlp.experts.gate_up_proj.*"
     parts       the parts of our weight that hold the Linear's rows, in the order of these rows
     num_blocks  number of equal blocks of the Linear's rows; each block has rows of all parts
     """
@@ -29,6 +30,11 @@ class Adapter:
     name: str
     parts: tuple[int, ...]
     num_blocks: int = 1
+
+    @property
+    def tensor(self) -> str | None:
+        """The name of the tensor that holds the matrices of all experts in files; None: it is a Linear of its own."""
+        return self.name.removesuffix(_ANY) if self.name.endswith(_ANY) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +98,7 @@ def names_of(name: str, experts: Iterable[int]) -> list[str]:
 
     "experts.*.w1", experts 2 and 3 -> "experts.2.w1", "experts.3.w1"; a name without * -> itself
     """
-    return [name.replace(_ANY, f".{number}.") for number in experts] if _ANY in name else [name]
+    return [name.replace(_ANY, f".{number}") for number in experts] if _ANY in name else [name]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,11 +35,14 @@ def factors(shapes: dict[str, tuple[int, ...]], std: float = VALUES) -> dict[str
 
 
 def peft_model(
-    folder: Path, targets: Any, *, exact: bool = False, std: float = VALUES, **fields: Any
+    folder: Path, targets: Any, *, exact: bool = False, std: float = VALUES, load: Any = hf.load, **fields: Any
 ) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A transformers model with adapters, and the values of the adapters.  exact: computes in float64"""
+    """A transformers model with adapters, and the values of the adapters.
+
+    exact: computes in float64; load: reads the model from the folder
+    """
     settings = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, task_type="CAUSAL_LM", **fields)
-    model = peft.get_peft_model(in_float64(hf.load(folder)) if exact else hf.load(folder), settings)
+    model = peft.get_peft_model(in_float64(load(folder)) if exact else load(folder), settings)
     stored = {name.removeprefix(HEAD): tensor for name, tensor in peft.get_peft_model_state_dict(model).items()}
     values = factors({name: tuple(tensor.shape) for name, tensor in stored.items()}, std)
     peft.set_peft_model_state_dict(model, {HEAD + name: value for name, value in values.items()})

@@ -25,6 +25,7 @@ from tests.unit.fixtures import hf, vision
 
 LORA = "lora={rank: 3, alpha: 5, lr_ratio: 4, export: merged, %s}"
 EXPERTS = 'targets: [all-linear, "experts.*"]'
+STACKED = "targets: [all-linear], target_parameters: [experts.gate_up_proj, experts.down_proj]"
 WHOLE = "train_embeddings: true, train_head: true"
 STEPS = 2
 
@@ -59,6 +60,8 @@ def resume(overrides: list[str], run: str) -> str:
         ("phi3", WHOLE, SP),
         ("qwen2_5_vl", "targets: [all-linear]", PP),
         ("qwen3_5_text", "targets: [all-linear]", SP),
+        ("gpt_oss", STACKED, EP),  # matrices are transposed in files, and rows of gate and up alternate
+        ("granitemoe", STACKED, EP),
     ],
     ids=str,
 )
@@ -79,6 +82,8 @@ def test_merged_weights_have_the_losses_of_the_run(
     ends = (
         "_proj.weight",
         *(f"in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
+        *(("experts.gate_up_proj", "experts.down_proj") if keys == STACKED else ()),
+        *(("input_linear.weight", "output_linear.weight") if keys == STACKED else ()),
         *(("embed_tokens.weight", "lm_head.weight") if keys == WHOLE else ()),
     )
     assert moved == {name for name in before if name.endswith(ends) and "visual" not in name}

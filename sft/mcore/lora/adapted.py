@@ -262,19 +262,29 @@ def leaves(chunks: Iterable[torch.nn.Module]) -> Iterator[ShardedTensor | Sharde
         yield from factors.leaves()
 
 
-def linear_tensors(chunks: Iterable[torch.nn.Module]) -> Iterator[ShardedTensor]:
-    """Yield every factor of this rank as a part of a 2-D tensor with PEFT's name; `data` is a view of the factor."""
+def factor_parts(chunks: Iterable[torch.nn.Module]) -> Iterator[ShardedTensor]:
+    """Yield every factor of this rank as a part of the tensor of a checkpoint; `data` is a view of the factor."""
     whole, parts = held(chunks, list(leaves(chunks)))
-    for shard in (*whole, *parts):
-        if len(shard.global_shape) == 2:
-            yield shard
-            continue
-        names = names_of(shard.key, range(shard.global_offset[0], shard.global_offset[0] + shard.local_shape[0]))
-        for name, data in zip(names, shard.data.detach()):
-            shape, offset = shard.global_shape[1:], shard.global_offset[1:]
-            yield replace(
-                shard, key=name, data=data, local_shape=tuple(data.shape), global_shape=shape, global_offset=offset
-            )
+    yield from (*whole, *parts)
+
+
+def of_linears(shard: ShardedTensor) -> Iterator[ShardedTensor]:
+    """Yield a factor as a part of a 2-D tensor, or that of each expert; `data` is a view of the factor."""
+    if len(shard.global_shape) == 2:
+        yield shard
+        return
+    names = names_of(shard.key, range(shard.global_offset[0], shard.global_offset[0] + shard.local_shape[0]))
+    for name, data in zip(names, shard.data.detach()):
+        shape, offset = shard.global_shape[1:], shard.global_offset[1:]
+        yield replace(
+            shard, key=name, data=data, local_shape=tuple(data.shape), global_shape=shape, global_offset=offset
+        )
+
+
+def linear_tensors(chunks: Iterable[torch.nn.Module]) -> Iterator[ShardedTensor]:
+    """Yield every factor of this rank as a part of a 2-D tensor, or that of each expert; see `of_linears`."""
+    for shard in factor_parts(chunks):
+        yield from of_linears(shard)
 
 
 @torch.no_grad()

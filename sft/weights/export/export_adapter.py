@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +13,60 @@ from sft.console import Console, size
 from sft.errors import CheckpointError
 from sft.files.file_digest import Entry
 from sft.hf.architecture import Architecture, architecture, read
+from sft.hf.family import TensorMapping
 from sft.hf.hub import CONFIG
 from sft.layers.adapters import EMBEDDING, HEAD
 from sft.weights.atomic_folder import copy_companions
 from sft.weights.export.model_card import write_model_card
 from sft.weights.export.original import describe_tokenizer, find_original
 from sft.weights.export.stored_adapters import A, B, StoredAdapters
+from sft.weights.lora.parameters import stacked_parameters
 from sft.weights.lora.peft import folder as peft_folder
 from sft.weights.lora.peft.config import AdapterConfig
 from sft.weights.lora.peft.folder import Contents
+from sft.weights.lora.peft.stacked import rows_in_file, stacked_a, stacked_b, target_parameters, wrapper_of
 from sft.weights.lora.peft.targets import module_of
 from sft.weights.torch_dist import TorchDistReader
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Modules:
+    """The modules of PEFT that have the adapters of a checkpoint.
+
+    name_of            module -> name of its Linear in the checkpoint
+    stack_of           module of stacked experts -> mapping of the first expert
+    shapes             as in `Contents.modules`
+    num_experts        as in `Contents`
+    target_parameters  as in `AdapterConfig`
+    """
+
+    name_of: Mapping[str, str]
+    stack_of: Mapping[str, TensorMapping]
+    shapes: Mapping[str, tuple[int, int]]
+    num_experts: Mapping[str, int]
+    target_parameters: tuple[str, ...]
+
+    @classmethod
+    def of(cls, adapters: StoredAdapters, base: Architecture, *, has_vision: bool) -> "_Modules":
+        """The modules of all adapters of a checkpoint.  base: the base model
+
+        Raises CheckpointError if the base model has no such tensor of stacked experts.
+        """
+        name_of = {module_of(f"{name}.weight", has_vision=has_vision): name for name in adapters.shapes}
+        known = stacked_parameters(base.family.mappings(base.model, 0), has_vision=has_vision)
+        stacks = {name: mapping for name, mapping in known.items() if mapping.sources[0].name in adapters.stacks}
+        if unknown := sorted(adapters.stacks.keys() - {mapping.sources[0].name for mapping in stacks.values()}):
+            raise CheckpointError(f"The base model has no tensor {unknown[0]}, of which the checkpoint has adapters.")
+        stack_of = {wrapper_of(name, stacks): mapping for name, mapping in stacks.items()}
+        sizes = {module: adapters.stacks[mapping.sources[0].name] for module, mapping in stack_of.items()}
+        shapes = {module: adapters.shapes[name] for module, name in name_of.items()}
+        return cls(
+            name_of=name_of,
+            stack_of=stack_of,
+            shapes=shapes | {module: (num_rows, num_columns) for module, (_, num_rows, num_columns) in sizes.items()},
+            num_experts={module: count for module, (count, _, _) in sizes.items()},
+            target_parameters=tuple(target_parameters(stacks, known.keys() - stacks.keys())),
+        )
 
 
 def export_adapter(
@@ -49,7 +94,7 @@ def export_adapter(
     adapters = StoredAdapters(reader)
     if adapters.dtype is None:
         raise CheckpointError(f"{path} holds no adapters, although lora.rank = {recipe['lora.rank']} in its recipe.")
-    name_of = {module_of(f"{name}.weight", has_vision=has_vision): name for name in adapters.shapes}
+    modules = _Modules.of(adapters, base_model, has_vision=has_vision)
     saved = _saved(base_model, reader, has_vision=has_vision)
     base, _, revision = original.name.partition("@")
     config = AdapterConfig(
@@ -59,11 +104,11 @@ def export_adapter(
         base=base,
         revision=original.commit or revision or None,
         tied=bool(saved) and base_model.model.tie_embeddings,
+        target_parameters=modules.target_parameters,
     )
-    modules = {module: adapters.shapes[name] for module, name in name_of.items()}
-    shape = (base_model.vocab_size, base_model.model.hidden_size)
-    contents = Contents(config=config, modules=modules, saved={module: shape for module in saved})
-    others = {module_of(name, has_vision=has_vision) for name in original.tensors or {}} - modules.keys()
+    table = dict.fromkeys(saved, (base_model.vocab_size, base_model.model.hidden_size))
+    contents = Contents(config=config, modules=modules.shapes, num_experts=modules.num_experts, saved=table)
+    others = {module_of(name, has_vision=has_vision) for name in original.tensors or {}} - modules.shapes.keys()
 
     def write_others(folder: Path, entries: dict[str, Entry]) -> None:
         copy_companions(original.tokenizer, folder)
@@ -76,13 +121,13 @@ def export_adapter(
         peft_folder.write(
             target,
             contents,
-            _tensors(adapters, contents, name_of, reader, saved),
+            _tensors(adapters, contents, modules, reader, saved),
             others=others,
             dtype=kind,
             finish=write_others,
             advance=progress.advance,
         )
-    exported = f"exported {len(modules):,} adapters of {path} to {target} ({size(num_bytes)})"
+    exported = f"exported {len(modules.shapes):,} adapters of {path} to {target} ({size(num_bytes)})"
     console.say(f"{exported}\n{describe_tokenizer(original, recipe)}")
 
 
@@ -95,20 +140,34 @@ def _saved(base: Architecture, reader: TorchDistReader, *, has_vision: bool) -> 
 def _tensors(
     adapters: StoredAdapters,
     contents: Contents,
-    name_of: Mapping[str, str],
+    modules: _Modules,
     reader: TorchDistReader,
     saved: Mapping[str, str],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields key and value of each tensor of the PEFT file, in the order of `contents.shapes()`.
 
-    name_of: module with an adapter -> name of its Linear in `adapters`
     saved: module whose weight is trained whole -> key of this weight in the checkpoint
     """
     sources = {
         key_of(module): (name, factor)
-        for module, name in name_of.items()
+        for module, name in modules.name_of.items()
         for key_of, factor in ((peft_folder.key_of_a, A), (peft_folder.key_of_b, B))
     }
-    keys = {peft_folder.key_of_saved(module): key for module, key in saved.items()}
-    for key, shape in contents.shapes().items():
-        yield key, reader.read(keys[key], [0, 0], shape) if key in keys else adapters.read(*sources[key])
+    values = {key: partial(adapters.read, *source) for key, source in sources.items()}
+    for module, key in saved.items():
+        values[peft_folder.key_of_saved(module)] = partial(reader.read, key, [0, 0], contents.saved[module])
+    for module, mapping in modules.stack_of.items():
+        values[peft_folder.key_of_a(module)] = partial(_stacked, adapters, mapping, A)
+        values[peft_folder.key_of_b(module)] = partial(_stacked, adapters, mapping, B)
+    for key in contents.shapes():
+        yield key, values[key]()
+
+
+def _stacked(adapters: StoredAdapters, mapping: TensorMapping, factor: str) -> torch.Tensor:
+    """A factor of all experts of a layer as PEFT stores it.  mapping: that of the first expert"""
+    stored = adapters.read(mapping.sources[0].name, factor)
+    if factor == A:
+        return stacked_a(stored)
+    in_file = torch.empty_like(stored)
+    in_file[:, rows_in_file(mapping.sources)] = stored
+    return stacked_b(in_file)

@@ -31,6 +31,7 @@ from sft.weights.initial import find_checkpoint
 from sft.weights.lora import merged_adapters
 from sft.weights.lora.base_digest import digest_of
 from sft.weights.lora.merged_adapters import Merged
+from sft.weights.lora.peft.stacked import rows_in_file
 from sft.weights.torch_dist import TorchDistReader
 
 BLOCK_BYTES = 16 << 20  # largest size of the fp32 rows that are computed together
@@ -65,17 +66,33 @@ class MergedWeights:
                 continue
             weight, linear = self.read(name, tensor), name.removesuffix(_WEIGHT)
             if linear in self.adapters.shapes:
-                yield name, self._merged(weight, linear, planned[name].dtype)
+                a, b = (self.adapters.read(linear, factor) for factor in (A, B))
+                yield name, self._merged(weight, a, b, planned[name].dtype, linear)
+            elif name in self.adapters.stacks:
+                yield name, self._merged_stack(weight, tensor, planned[name].dtype, name)
             else:
                 self.digests[name] = weight.dtype, kept.digest_of(weight)
                 yield name, weight
 
-    def _merged(self, weight: torch.Tensor, linear: str, dtype: torch.dtype) -> torch.Tensor:
-        """weight + scale * B A, computed in fp32 and rounded once to `dtype`.
+    def _merged_stack(self, weight: torch.Tensor, tensor: TrainedTensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+        """The result of `_merged` for each expert of a tensor [experts, ...], which may hold transposed matrices."""
+        views = tensor.parts[0][0].sources
+        a, b = (self.adapters.read(name, factor) for factor in (A, B))
+        in_file = torch.empty_like(b)
+        in_file[:, rows_in_file(views)] = b
+        result = torch.empty(weight.shape, dtype=dtype)
+        for number, matrix in enumerate(weight):
+            matrix, target = (each.T if views[0].transposed else each for each in (matrix, result[number]))
+            target.copy_(self._merged(matrix, a[number], in_file[number], dtype, f"{name}[{number}]"))
+        return result
+
+    def _merged(
+        self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, linear: str
+    ) -> torch.Tensor:
+        """weight + scale * B A, computed in fp32 and rounded once to `dtype`.  linear: name, for errors
 
         Raises CheckpointError if a value is not finite in `dtype`.
         """
-        a, b = (self.adapters.read(linear, factor) for factor in (A, B))
         result = torch.empty(weight.shape, dtype=dtype)
         num_rows = max(1, BLOCK_BYTES // (4 * weight.shape[1]))
         for first in range(0, len(weight), num_rows):
@@ -128,6 +145,7 @@ def open_merged(
         )
     adapters, shapes = StoredAdapters(reader), {name: tensor.shape for name, tensor in tensors.items()}
     wrong = [linear for linear, shape in adapters.shapes.items() if shapes.get(f"{linear}{_WEIGHT}") != shape]
+    wrong += [name for name, stack in adapters.stacks.items() if not _fits(tensors.get(name), stack)]
     if wrong:
         raise CheckpointError(f"{path} has adapters that fit no weight of {base}: {fold_by_layer(wrong)[0]}.")
     sha256 = manifest.entry_of(path / manifest.NAME).sha256 if (path / manifest.NAME).exists() else None
@@ -140,6 +158,15 @@ def open_merged(
         scale=LoraConfig(**lora).scale,
         holds=(*merged_adapters.read(base), entry),
     )
+
+
+def _fits(tensor: TrainedTensor | None, stack: tuple[int, int, int]) -> bool:
+    """Whether adapters of `stack`, (experts, out, in), are those of a tensor of all experts."""
+    if tensor is None:
+        return False
+    views = tensor.parts[0][0].sources
+    num_rows, num_columns = sum(view.num_rows for view in views), views[0].shape[1]
+    return len(tensor.shape) == 3 and stack == (tensor.shape[0], num_rows, num_columns)
 
 
 def _find(path: Path, recipe: Mapping[str, Any], like: Path | None, original: Original) -> Path:

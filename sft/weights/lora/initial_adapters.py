@@ -4,7 +4,7 @@
 folder must have exactly the adapters of the recipe, with the same rank and scale.
 """
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,9 +14,8 @@ from sft.config import Config
 from sft.config.lora import LoraConfig
 from sft.console import Console, size
 from sft.errors import CheckpointError, ConfigError
-from sft.hf.family import Family
+from sft.hf.family import Family, TensorMapping
 from sft.hf.model_family import model_family
-from sft.hf.tensor_check import fold_by_layer
 from sft.layers.adapters import EMBEDDING, HEAD, Trained, names_of
 from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.engine import Engine, weights_changed
@@ -24,12 +23,12 @@ from sft.mcore.lora import adapted, freeze
 from sft.mcore.sharding.parts import held
 from sft.parallel.collectives import all_gather_objects
 from sft.weights.lora import merged_adapters
+from sft.weights.lora.matched import Matched, match, shown
 from sft.weights.lora.peft import folder
 from sft.weights.lora.peft.config import disagreements
-from sft.weights.lora.peft.targets import module_of, target_modules
-from sft.weights.lora.targets import kinds_of
+from sft.weights.lora.peft.stacked import rows_in_file, stacked_part
+from sft.weights.lora.peft.targets import module_of
 
-_SHOWN = 6  # names in an error
 _KEYS = {EMBEDDING: "train_embeddings", HEAD: "train_head"}  # our weight -> the key of `lora` that trains it whole
 
 
@@ -39,7 +38,8 @@ class Opened:
 
     name: str
     adapter: folder.PeftAdapter
-    module_of: Mapping[str, str]  # name of a Linear in the files of the base model -> its module in the folder
+    module_of: Mapping[str, str]  # name of an adapter (see `Matched`) -> its module in the folder
+    stacks: Mapping[str, TensorMapping]  # name of an adapter of stacked experts -> mapping of its first expert
     whole: Mapping[str, str]  # key of our weight that is trained whole -> its module in the folder
 
     def describe(self) -> str:
@@ -106,13 +106,14 @@ def as_in_folder(config: Config, source: str) -> LoraConfig:
     if config.lora.is_used:
         return config.lora.model_copy(update={"init_from": source})
     stored, family = adapter.contents.config, _family(source, config)
-    _, targets = _matched(source, adapter, family, config)
+    matched = match(source, adapter, family, config)
     whole = _whole(source, adapter, family, config)
     return LoraConfig(
         rank=stored.rank,
         alpha=stored.alpha,
         rslora=stored.rslora,
-        targets=targets,
+        targets=matched.targets,
+        target_parameters=matched.parameters,
         train_embeddings=EMBEDDING in whole,
         train_head=HEAD in whole,
         init_from=source,
@@ -134,7 +135,8 @@ def _open(config: Config, trained: Trained, *, compare: bool = True) -> Opened:
         )
     adapter = folder.read(Path(source))
     family = _family(source, config)
-    by_name, targets = _matched(source, adapter, family, config)
+    matched = match(source, adapter, family, config)
+    by_name = matched.module_of
     if different := disagreements(adapter.contents.config, config.lora):
         stored = adapter.contents.config
         raise ConfigError(
@@ -145,15 +147,16 @@ def _open(config: Config, trained: Trained, *, compare: bool = True) -> Opened:
         name: (weight.rows_of(each), weight.num_columns)
         for weight in trained.adapted
         for each in weight.adapters
-        for name in names_of(each.name, range(weight.num_experts))
+        for name in ([each.name] if each.tensor else names_of(each.name, range(weight.num_experts)))
     }
-    _compare(source, by_name.keys(), shapes.keys(), targets)
+    _compare(source, shapes.keys(), matched)
     whole = _whole(source, adapter, family, config)
     _compare_whole(source, whole.keys(), config.lora)
     sizes = {weight.key: weight.shape for weight in trained.whole or ()}
     saved = {module: sizes[key] for key, modules in whole.items() for module in modules}
     try:
-        adapter.check({by_name[name]: shape for name, shape in shapes.items()}, saved)
+        num_experts = {by_name[name]: config.model.moe.num_experts or 0 for name in matched.stacks}
+        adapter.check({by_name[name]: shape for name, shape in shapes.items()}, saved, num_experts)
     except CheckpointError as error:
         raise CheckpointError(f"{error}\n  Use an adapter of the model that model.hf names.") from None
     if config.model.pretrained is not None and config.model.init_from is None:
@@ -161,9 +164,8 @@ def _open(config: Config, trained: Trained, *, compare: bool = True) -> Opened:
     for module, *copies in whole.values() if compare else ():
         for copy in copies:
             adapter.check_equal(module, copy)
-    return Opened(
-        name=source, adapter=adapter, module_of=by_name, whole={key: modules[0] for key, modules in whole.items()}
-    )
+    first = {key: modules[0] for key, modules in whole.items()}
+    return Opened(name=source, adapter=adapter, module_of=by_name, stacks=matched.stacks, whole=first)
 
 
 def _family(source: str, config: Config) -> Family:
@@ -171,30 +173,6 @@ def _family(source: str, config: Config) -> Family:
     if family is None:
         raise ConfigError(f"{source} names Linears of a Hugging Face model, but no table has the tensors of `model`.")
     return family
-
-
-def _matched(
-    source: str, adapter: folder.PeftAdapter, family: Family, config: Config
-) -> tuple[dict[str, str], list[str]]:
-    """The modules of the adapter folder by the names of their Linears, and the lora.targets that select these Linears.
-
-    A Linear is named as in the files of the base model.  In a model with a vision tower, PEFT writes the module names
-    of transformers, which depend on its version and differ from the names in the files.  The targets are the shortest
-    ones that select exactly these Linears.
-    Raises CheckpointError if a module is not a Linear that can have an adapter.
-    """
-    linears, has_vision = kinds_of(family, config.model).keys(), family.text_config != "none"
-    linear_of = {module_of(linear, has_vision=has_vision): linear for linear in linears}
-    modules, by_name = adapter.contents.modules.keys(), dict[str, str]()
-    for module in modules:
-        if linear := linear_of.get(module_of(module, has_vision=has_vision)):
-            by_name.setdefault(linear, module)
-    if unknown := sorted(modules - {*by_name.values()}):
-        raise CheckpointError(
-            f"{source} has adapters of {_shown(unknown)}, but this trainer adapts no Linears of these names in this "
-            "model.  Use an adapter of the model that model.hf names."
-        )
-    return by_name, target_modules(by_name, linears - by_name.keys())
 
 
 def _whole(source: str, adapter: folder.PeftAdapter, family: Family, config: Config) -> dict[str, list[str]]:
@@ -212,7 +190,7 @@ def _whole(source: str, adapter: folder.PeftAdapter, family: Family, config: Con
     stored = {module_of(module, has_vision=has_vision): module for module in adapter.contents.saved}
     if unknown := sorted(stored.keys() - keys.keys()):
         raise CheckpointError(
-            f"{source} holds the whole weight of {_shown(unknown)} (modules_to_save), but beside adapters this trainer "
+            f"{source} holds the whole weight of {shown(unknown)} (modules_to_save), but beside adapters this trainer "
             "trains only the embedding and the output weight.  Use an adapter without it."
         )
     whole: dict[str, list[str]] = {}
@@ -240,21 +218,24 @@ def _compare_whole(source: str, stored: Set[str], lora: LoraConfig) -> None:
         )
 
 
-def _compare(source: str, stored: Set[str], wanted: Set[str], targets: Sequence[str]) -> None:
-    """Raise ConfigError unless folder and recipe have adapters of the same Linears.
+def _compare(source: str, wanted: Set[str], matched: Matched) -> None:
+    """Raise ConfigError unless folder and recipe have the same adapters.
 
-    stored: Linears in the folder; wanted: Linears that the recipe adapts; targets: lora.targets for those in the folder
+    wanted: names of the recipe's adapters; matched: the adapters of the folder
     """
+    stored = matched.module_of.keys()
     if stored == wanted:
         return
     problems = [
-        f"{text} {_shown(sorted(names))}"
+        f"{text} {shown(sorted(names))}"
         for text, names in (("the folder has none of", wanted - stored), ("the recipe has none of", stored - wanted))
         if names
     ]
+    keys = f"lora.targets=[{', '.join(matched.targets)}] lora.exclude=[]"
+    if matched.parameters:
+        keys += f" lora.target_parameters=[{', '.join(matched.parameters)}]"
     raise ConfigError(
-        f"{source} has other adapters than the recipe: {'; '.join(problems)}.  To continue those of the folder: "
-        f"lora.targets=[{', '.join(targets)}] lora.exclude=[]."
+        f"{source} has other adapters than the recipe: {'; '.join(problems)}.  To continue those of the folder: {keys}."
     )
 
 
@@ -263,19 +244,19 @@ def _plain(name: str) -> str:
     return name.partition("@")[0].rstrip("/")
 
 
-def _shown(names: Sequence[str]) -> str:
-    """The names, folded by layer and expert; at most `_SHOWN` lines."""
-    lines = fold_by_layer(names)
-    return ", ".join(lines[:_SHOWN]) + (f" and {len(lines) - _SHOWN} others" if len(lines) > _SHOWN else "")
-
-
-def _parts(engine: Engine, opened: Opened) -> Iterator[tuple[str, tuple[slice, ...], torch.Tensor]]:
-    """The arguments of `PeftAdapter.read_parts` for the tensors that this rank trains."""
-    for shard in adapted.linear_tensors(engine.chunks):
-        name, _, factor = shard.key.removeprefix(adapted.PREFIX).removesuffix(".weight").rpartition(".")
-        key_of = {"lora_A": folder.key_of_a, "lora_B": folder.key_of_b}[factor]
-        where = tuple(slice(first, first + count) for first, count in zip(shard.global_offset, shard.local_shape))
-        yield key_of(opened.module_of[name]), where, shard.data
+def _parts(engine: Engine, opened: Opened) -> Iterator[folder.AdapterPart]:
+    """The parts of the folder that this rank trains."""
+    for stack in adapted.factor_parts(engine.chunks):
+        stacked = opened.stacks.get(_name_and_factor(stack.key)[0])
+        for shard in [stack] if stacked else adapted.of_linears(stack):
+            name, factor = _name_and_factor(shard.key)
+            key = {"lora_A": folder.key_of_a, "lora_B": folder.key_of_b}[factor](opened.module_of[name])
+            where = tuple(slice(first, first + count) for first, count in zip(shard.global_offset, shard.local_shape))
+            if stacked is None:
+                yield folder.AdapterPart(key, where, shard.data)
+                continue
+            rows = rows_in_file(stacked.sources) if factor == "lora_B" else None
+            yield folder.AdapterPart(key, *stacked_part(where, shard.global_shape, rows, shard.data.detach()))
     leaves = list(freeze.whole_leaves(engine_state.model_state(engine), engine.trained)) if opened.whole else []
     whole, parts = held(engine.chunks, leaves)
     for shard in (*whole, *parts):
@@ -285,4 +266,10 @@ def _parts(engine: Engine, opened: Opened) -> Iterator[tuple[str, tuple[slice, .
         count = min(len(shard.data), num_rows - row)  # the rows after num_rows are padding
         if count > 0:
             where = slice(row, row + count), slice(column, column + shard.data.shape[1])
-            yield folder.key_of_saved(module), where, shard.data[:count]
+            yield folder.AdapterPart(folder.key_of_saved(module), where, shard.data[:count])
+
+
+def _name_and_factor(key: str) -> tuple[str, str]:
+    """The name of an adapter and of one of its factors: adapter.a.q_proj.lora_A.weight -> a.q_proj, lora_A"""
+    name, _, factor = key.removeprefix(adapted.PREFIX).removesuffix(".weight").rpartition(".")
+    return name, factor

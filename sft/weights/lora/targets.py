@@ -20,6 +20,7 @@ from sft.hf.model_family import model_family
 from sft.hf.tensor_view import HfView
 from sft.layers.adapters import AdaptedWeight, Adapter, names_of
 from sft.layers.weights import is_of_layer, weight_of
+from sft.weights.lora.parameters import STACKED, kind_of_stack, selected_tensors
 from sft.weights.lora.peft.targets import is_refused, lost_by_peft
 
 _WEIGHT = ".weight"
@@ -54,10 +55,12 @@ def select(lora: LoraConfig, model: ModelConfig, mappings: Iterable[TensorMappin
     kinds = _kinds(linears)
     chosen = _chosen(lora, kinds)
     if refused := [name for name, kind in kinds.items() if name in chosen and kind not in ("linear", "expert")]:
-        raise ConfigError(
-            f"LoRA cannot adapt {refused[0]}: {kinds[refused[0]]}.  To train without an adapter for it, add it to "
-            "lora.exclude."
-        )
+        kind, way = kinds[refused[0]], "To train without an adapter for it, add it to lora.exclude"
+        if kind == STACKED:
+            kind = "the files of this model hold all experts of a layer in one tensor, which is no Linear"
+            way = "lora.target_parameters adapts it, for example [experts.gate_up_proj, experts.down_proj]"
+        raise ConfigError(f"LoRA cannot adapt {refused[0]}: {kind}.  {way}.")
+    chosen |= {f"{tensor}.*" for tensor in selected_tensors(lora, model, linears)}
     by_parameter: dict[tuple[str, int | None], list[TensorMapping]] = {}
     for mapping in linears:
         if not mapping.expert:  # one expert stands for all
@@ -67,7 +70,7 @@ def select(lora: LoraConfig, model: ModelConfig, mappings: Iterable[TensorMappin
 
 
 def kinds_of(family: Family, model: ModelConfig) -> dict[str, str]:
-    """Every Linear by name -> "linear", "expert", or the reason why the Linear cannot have an adapter."""
+    """Every Linear by name -> "linear", "expert", `STACKED`, or the reason why the Linear cannot have an adapter."""
     return _kinds(_of_linears(family.mappings(model, 0)))
 
 
@@ -112,8 +115,7 @@ def _kind(mapping: TensorMapping) -> str:
     if weight_of(mapping.parameter).part == "shared gate":
         return "megatron-core multiplies with this weight outside of a linear layer"
     if mapping.expert is not None:
-        is_stacked = any(view.index for view in mapping.sources)
-        return "the files of this model hold all experts in one tensor" if is_stacked else "expert"
+        return kind_of_stack(mapping) or "expert"
     return "linear"
 
 
@@ -130,7 +132,7 @@ def _chosen(lora: LoraConfig, kinds: Mapping[str, str]) -> set[str]:
     """The names of the Linears that the recipe selects.  kinds: the kind of every Linear, by name"""
     chosen = {name for target in lora.targets for name in _matches(target, kinds, "lora.targets")}
     excluded = {name for target in lora.exclude for name in _matches(target, kinds, "lora.exclude")}
-    if not chosen - excluded:
+    if lora.targets and not chosen - excluded:
         raise ConfigError("lora.exclude excludes everything that lora.targets names, so that nothing would be trained.")
     return chosen - excluded
 
@@ -170,10 +172,7 @@ def _adapted(mappings: Sequence[TensorMapping], model: ModelConfig, chosen: Coll
     mapping, sources = mappings[0], [view for mapping in mappings for view in mapping.sources]
     num_experts = 0 if mapping.expert is None else model.moe.num_experts or 0
     assert mapping.layer is not None
-    adapters = (  # the first expert's Linear stands for those of all experts
-        Adapter(name=name.replace(".experts.0.", ".experts.*."), parts=parts, num_blocks=sources[parts[0]].num_blocks)
-        for name, parts in _linears(sources).items()
-    )
+    adapters = (_adapter(name, sources, parts) for name, parts in _linears(sources).items())
     return AdaptedWeight(
         module=mapping.parameter.removeprefix(_LAYERS).removeprefix(f"{mapping.layer}.").removesuffix(_WEIGHT),
         layer=mapping.layer,
@@ -185,11 +184,24 @@ def _adapted(mappings: Sequence[TensorMapping], model: ModelConfig, chosen: Coll
     )
 
 
+def _adapter(name: str, sources: Sequence[HfView], parts: tuple[int, ...]) -> Adapter:
+    """The adapter of the Linear `name`.  The first expert's Linear stands for those of all experts.
+
+    parts: indexes of the Linear's views in `sources`
+    """
+    view = sources[parts[0]]
+    if view.index:
+        return Adapter(name=f"{view.name}.*", parts=parts)
+    return Adapter(name=name.replace(".experts.0.", ".experts.*."), parts=parts, num_blocks=view.num_blocks)
+
+
 def _is_chosen(name: str, num_experts: int, chosen: Collection[str]) -> bool:
     """Whether `chosen` has the Linear `name`.  A name with * for the expert stands for the Linears of all experts.
 
     Raises ConfigError if only some experts of the layer are chosen.
     """
+    if name in chosen:  # the tensor of all experts
+        return True
     linears = names_of(name, range(num_experts))
     adapted = [linear for linear in linears if linear in chosen]
     if adapted and len(adapted) < len(linears):

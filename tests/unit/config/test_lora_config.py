@@ -20,7 +20,9 @@ def test_the_scale() -> None:
         (dict(alpha=16.0), "rank: trains without adapters, but lora.alpha is set; set lora.rank"),
         (dict(alpha=0.0), "greater than 0"),
         (dict(lr_ratio=0.0), "greater than 0"),
-        (dict(rank=1, targets=[]), "at least 1 item"),
+        (dict(rank=1, targets=[]), "targets: is empty, and so is target_parameters"),
+        (dict(rank=1, target_parameters=["experts.*"]), 'target_parameters: contains "experts.*", which is no name of'),
+        (dict(target_parameters=["experts.down_proj"]), "rank: trains without adapters, but lora.target_parameters is"),
         (dict(rank=1, dropout=0.1), "dropout: is not supported: the random mask of a token would depend on the layout"),
         (
             dict(rank=1, targets=[r".*\.q_proj"]),

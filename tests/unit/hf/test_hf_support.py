@@ -7,6 +7,7 @@ import pytest
 
 from sft.hf.architecture import architecture
 from sft.hf.families import FAMILIES, family_of
+from sft.weights.lora.parameters import STACKED
 from sft.weights.lora.targets import kinds_of
 from tests.unit.fixtures import hf, vision
 from tests.unit.hf import released
@@ -16,7 +17,7 @@ PAGE = Path(__file__).parents[3] / "docs/reference/models.md"
 RELEASED = {"deepseek_v3": "deepseek_v3", "kimi_k2": "kimi_k2", "glm4_moe_lite": "glm_4_7_flash"}
 RELEASED |= {"mistral4": "mistral_small_4 text", "kimi_k25": "kimi_k2_5"}
 REFUSED_BY_LORA = {
-    "the files of this model hold all experts in one tensor": "experts in one tensor",
+    "the files of this model hold gate and up of all experts in two tensors, and PEFT adapts both as one": "experts",
     "megatron-core multiplies with this weight outside of a linear layer": "`shared_expert_gate`",
     "the router multiplies with this weight in fp32, outside of a linear layer": "router",
 }
@@ -61,7 +62,7 @@ def test_a_row_is_what_the_code_does(model_type: str, te: str, refused: str, mtp
         assert te == "no"
     else:
         assert te == ("yes, if `te` is named" if latent.is_used else "yes")
-    reasons = {kind for kind in kinds_of(family, model).values() if kind not in ("linear", "expert")}
+    reasons = {kind for kind in kinds_of(family, model).values() if kind not in ("linear", "expert", STACKED)}
     assert refused == " and ".join(sorted(REFUSED_BY_LORA[reason] for reason in reasons))
     passes = family.has_mtp_layers or any("mtp" in pattern for pattern in family.passed_through)
     assert mtp == ("trained" if family.mtp else "passed through" if passes else "none")

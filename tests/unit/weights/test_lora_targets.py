@@ -44,9 +44,11 @@ OTHERS = (
 )
 
 
-def selected(folder: Path, targets: list[str], exclude: list[str] | None = None) -> list[AdaptedWeight]:
+def selected(
+    folder: Path, targets: list[str], exclude: list[str] | None = None, parameters: list[str] | None = None
+) -> list[AdaptedWeight]:
     found = architecture(read(folder), str(folder))
-    lora = LoraConfig(rank=2, targets=targets, exclude=exclude or [])
+    lora = LoraConfig(rank=2, targets=targets, exclude=exclude or [], target_parameters=parameters or [])
     return select(lora, found.model, found.family.mappings(found.model, found.vocab_size))
 
 
@@ -138,7 +140,11 @@ def test_parts_of_a_weight(tmp_path: Path) -> None:
         ("llama", ["q_proj"], ["self_attn.*"], "lora.exclude excludes everything that lora.targets names"),
         ("qwen2_moe", ["all-linear"], [], "LoRA cannot adapt model.layers.0.mlp.shared_expert_gate: megatron-core"),
         ("qwen3_moe", ["experts.*"], ["experts.2.up_proj"], "lora.targets and lora.exclude give model.layers.0.mlp."),
-        ("gpt_oss", ["experts.*"], [], "LoRA cannot adapt model.layers.0.mlp.experts.gate_up_proj: the files of this"),
+        (
+            *("gpt_oss", ["experts.*"], []),
+            "LoRA cannot adapt model.layers.0.mlp.experts.gate_up_proj: the files of this model hold all experts of a "
+            "layer in one tensor, which is no Linear.  lora.target_parameters adapts it, for example [experts.gate_up_",
+        ),
         ("granitemoe", ["input_linear"], [], "LoRA cannot adapt model.layers.0.block_sparse_moe.input_linear: the fil"),
     ],
 )
@@ -146,6 +152,47 @@ def test_refusals(tmp_path: Path, family: str, targets: list[str], exclude: list
     with pytest.raises(ConfigError) as error:
         selected(hf.save(tmp_path / "model", family), targets, exclude)
     assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "family,parameters,message",
+    [
+        (
+            *("gpt_oss", ["experts.gate_up"]),
+            "this model has no such parameter.  Nearest: experts.gate_up_proj.  It has experts.down_proj, "
+            "experts.gate_up_proj, for example model.layers.0.mlp.experts.gate_up_proj.",
+        ),
+        ("gpt_oss", ["layers.9.experts.down_proj"], "this model has no such parameter.  Nearest: experts.down_proj."),
+        ("gpt_oss", ["router.weight"], "routers have no adapters here: a router multiplies in fp32, outside of a li"),
+        ("gpt_oss", ["q_proj.weight"], "this is a Linear.  Name it in lora.targets: q_proj."),
+        ("gpt_oss", ["self_attn.q_proj"], "this is a Linear.  Name it in lora.targets: self_attn.q_proj."),
+        (
+            *("qwen3_moe", ["experts.gate_up_proj"]),
+            "the files of this model hold one tensor for each expert, so each expert has its own adapters.  Name them "
+            'in lora.targets: "experts.*".',
+        ),
+        ("llama", ["experts.down_proj"], "this model has no experts that its files hold as one tensor.  Use lora.tar"),
+    ],
+)
+def test_parameters_that_have_no_adapters(tmp_path: Path, family: str, parameters: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        selected(hf.save(tmp_path / "model", family), ["q_proj"], parameters=parameters)
+    assert str(error.value).startswith(f"lora.target_parameters names {parameters[0]!r}, but {message}")
+
+
+def test_stacked_experts_have_one_adapter_for_each_expert(tmp_path: Path) -> None:
+    """All rows of gate and up have one adapter; rows of gpt-oss alternate in the files only."""
+    folder = hf.save(tmp_path / "model", "gpt_oss")
+    parameters = ["experts.gate_up_proj", "layers.1.mlp.experts.down_proj"]
+    query, gate_up, *rest = selected(folder, ["q_proj"], parameters=parameters)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    assert gate_up.adapters == (Adapter(name=f"{name}.*", parts=(0, 1)),) and gate_up.adapters[0].tensor == name
+    assert (gate_up.num_experts, gate_up.part_rows, gate_up.num_columns) == (4, (24, 24), 32)
+    assert gate_up.linears() == [f"{name}.{number}" for number in range(4)]
+    assert gate_up.num_trained(2) == 4 * (2 * 32 + 48 * 2)  # PEFT: lora_A [8, 32] and lora_B [48, 8]
+    assert [(weight.layer, weight.module.rpartition(".")[2]) for weight in (query, gate_up, *rest)] == [
+        (0, "linear_qkv"), (0, "linear_fc1"), (1, "linear_qkv"), (1, "linear_fc1"), (1, "linear_fc2"),
+    ]  # fmt: skip
 
 
 def test_adapters_that_peft_would_lose_are_refused_before_the_run(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,7 +26,7 @@ from sft.hf.safetensors_writer import write_tensors
 from sft.hf.tensor_check import Shape, check_tensors, fold_by_layer
 from sft.weights.atomic_folder import new_folder
 from sft.weights.lora.peft.config import CONFIG, AdapterConfig, content_of, modules_to_save, parsed, read_config
-from sft.weights.lora.peft.targets import endings, lost_by_peft, target_modules
+from sft.weights.lora.peft.targets import endings, is_of_one_expert, lost_by_peft, target_modules
 
 STEM = "adapter_model"
 WEIGHTS = f"{STEM}.safetensors"
@@ -39,12 +40,14 @@ class Contents:
 
     config: AdapterConfig
     modules: Mapping[str, tuple[int, int]]  # module with an adapter -> shape (out, in) of its weight
+    num_experts: Mapping[str, int] = field(default_factory=dict)  # module that holds the weights of several experts
     saved: Mapping[str, Shape] = field(default_factory=dict)  # module whose weight is trained whole -> its shape
 
     def shapes(self) -> dict[str, Shape]:
         """The shapes of the tensors in the order of the file: base_model.model.q_proj.lora_A.weight -> (rank, in)"""
-        rank, shapes = self.config.rank, dict[str, Shape]()
+        shapes = dict[str, Shape]()
         for module, (num_rows, num_columns) in self.modules.items():
+            rank = self.config.rank * self.num_experts.get(module, 1)
             shapes[key_of_a(module)], shapes[key_of_b(module)] = (rank, num_columns), (num_rows, rank)
         shapes |= {key_of_saved(module): shape for module, shape in self.saved.items()}
         return dict(sorted(shapes.items()))
@@ -75,7 +78,7 @@ def write(
     """Write the adapter `contents` to the new folder `target`.
 
     tensors  key and value of each tensor, in the order of `contents.shapes()`
-    others   names of all other modules of the base model
+    others   names of all other modules of the base model, except modules of stacked experts
     dtype    type of all tensors
     finish   called with the folder and the entries of its tensor files, before the folder gets its final name
     advance  called with each tensor's size in bytes
@@ -85,7 +88,7 @@ def write(
     if reason := lost_by_peft(contents.modules, rslora=contents.config.rslora):
         raise CheckpointError(f"{target} was not written: {reason}.  Export the merged model instead.")
     planned = {key: torch.empty(shape, dtype=dtype, device="meta") for key, shape in contents.shapes().items()}
-    endings = target_modules(contents.modules, others)
+    endings = target_modules(contents.modules.keys() - contents.num_experts.keys(), others)
     content = content_of(contents.config, contents.modules, contents.saved, endings)
     with new_folder(target, sum(tensor.nbytes for tensor in planned.values())) as temporary:
         (temporary / CONFIG).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -103,6 +106,19 @@ def _converted(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) 
         yield name, converted
 
 
+class AdapterPart(NamedTuple):
+    """A part of a stored tensor, and the tensor that it fills.
+
+    where     a slice for each axis of the stored tensor
+    arranged  computes the values of `target` from the part; None: the part has the shape of `target`
+    """
+
+    key: str
+    where: tuple[slice, ...]
+    target: torch.Tensor
+    arranged: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class PeftAdapter:
     """An adapter in a folder.  Its values are read only on request."""
@@ -112,18 +128,19 @@ class PeftAdapter:
     contents: Contents
     dtypes: frozenset[str]  # all types of the tensors, by their names in safetensors, such as F32
 
-    def read_parts(self, parts: Iterable[tuple[str, tuple[slice, ...], torch.Tensor]]) -> None:
+    def read_parts(self, parts: Iterable[AdapterPart]) -> None:
         """Fill tensors with parts of stored tensors.  Reads only these parts from the file.
 
-        parts: key of the stored tensor, a slice for each axis, and the tensor to fill, which has the shape of the part
         Raises CheckpointError if a value is not finite.
         """
         with self._opened() as stored:
-            for key, where, target in parts:
-                part = stored.get_slice(key)[where]
-                if not part.isfinite().all():
-                    raise CheckpointError(f"{self.file}: {key} has numbers that are not finite.  Use another adapter.")
-                target.copy_(part)
+            for part in parts:
+                values = stored.get_slice(part.key)[part.where]
+                if not values.isfinite().all():
+                    raise CheckpointError(
+                        f"{self.file}: {part.key} has numbers that are not finite.  Use another adapter."
+                    )
+                part.target.copy_(values if part.arranged is None else part.arranged(values))
 
     def check_equal(self, module: str, copy: str) -> None:
         """Raise CheckpointError unless two modules that are trained whole have the same weight."""
@@ -137,12 +154,17 @@ class PeftAdapter:
                         "(ensure_weight_tying).  Use another adapter."
                     )
 
-    def check(self, modules: Mapping[str, tuple[int, int]], saved: Mapping[str, Shape]) -> None:
+    def check(
+        self,
+        modules: Mapping[str, tuple[int, int]],
+        saved: Mapping[str, Shape],
+        num_experts: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         """Raise CheckpointError unless the tensors are those of an adapter with these modules.
 
-        modules, saved: as in `Contents`
+        modules, saved, num_experts: as in `Contents`
         """
-        wanted = Contents(config=self.contents.config, modules=modules, saved=saved)
+        wanted = Contents(config=self.contents.config, modules=modules, saved=saved, num_experts=num_experts)
         check_tensors(self.contents.shapes(), wanted.shapes(), str(self.file))
 
     @contextmanager
@@ -168,7 +190,8 @@ def read(folder: Path) -> PeftAdapter:
         for suffix in (_A, _B)
         if key.startswith(_PREFIX) and key.endswith(suffix)
     }
-    config, unsupported = parsed(content, adapted)
+    num_experts = _num_experts(content, shapes, adapted)
+    config, unsupported = parsed(content, adapted, has_stacks=bool(num_experts))
     keys = {key for module in adapted for key in (key_of_a(module), key_of_b(module))}
     names = {*modules_to_save(content)}
     tied = {"lm_head"} if names and content.get("ensure_weight_tying") else set()  # PEFT trains a tied output weight
@@ -185,14 +208,13 @@ def read(folder: Path) -> PeftAdapter:
         for name in sorted(names.difference(*whole.values()))
     ]
     if config is not None and not unsupported:
-        problems += _misshapen(shapes, keys, config.rank)
+        problems += _misshapen(shapes, keys, config.rank, num_experts)
     if config is None or unsupported or problems:
         reasons = listed([*unsupported, *problems])
         raise CheckpointError(f"{folder} is an adapter that cannot be continued: {reasons}.")
     modules = {module: (shapes[key_of_b(module)][0], shapes[key_of_a(module)][1]) for module in sorted(adapted)}
-    contents = Contents(
-        config=config, modules=modules, saved={_saved_module(key): shape for key, shape in saved.items()}
-    )
+    whole_shapes = {_saved_module(key): shape for key, shape in saved.items()}
+    contents = Contents(config=config, modules=modules, num_experts=num_experts, saved=whole_shapes)
     return PeftAdapter(file=file, num_bytes=file.stat().st_size, contents=contents, dtypes=frozenset(dtypes))
 
 
@@ -238,12 +260,27 @@ def _saved_module(key: str) -> str:
     return key.removeprefix(_PREFIX).removesuffix(_WEIGHT)
 
 
-def _misshapen(shapes: Mapping[str, Shape], keys: set[str], rank: int) -> list[str]:
+def _num_experts(content: Mapping[str, Any], shapes: Mapping[str, Shape], adapted: Iterable[str]) -> dict[str, int]:
+    """The number of experts of each module whose A has more rows than the rank, if target_parameters names parameters.
+
+    shapes: shapes of all tensors; adapted: modules with adapters
+    """
+    rank, counts = content.get("r"), dict[str, int]()
+    if type(rank) is int and rank > 0 and content.get("target_parameters"):
+        for module in sorted(adapted):
+            num_rows = shapes.get(key_of_a(module), (0,))[:1]
+            if num_rows and num_rows[0] > rank and not is_of_one_expert(module):
+                counts[module] = num_rows[0] // rank
+    return counts
+
+
+def _misshapen(shapes: Mapping[str, Shape], keys: set[str], rank: int, num_experts: Mapping[str, int]) -> list[str]:
     """One phrase for the factors of each shape that does not fit the rank."""
     wrong: dict[Shape, list[str]] = {}
     for key in sorted(keys & shapes.keys()):
-        shape = shapes[key]
-        if len(shape) != 2 or shape[0 if key.endswith(_A) else 1] != rank or 0 in shape:
+        shape, module = shapes[key], key.removeprefix(_PREFIX).removesuffix(_A).removesuffix(_B)
+        ranks = rank * num_experts.get(module, 1)
+        if len(shape) != 2 or shape[0 if key.endswith(_A) else 1] != ranks or 0 in shape:
             wrong.setdefault(shape, []).append(key)
     return [
         f"{line} is {' x '.join(map(str, shape))}, which does not fit r = {rank}"

@@ -68,6 +68,11 @@ def expert_options(modules: Iterable[str], rank: int, alpha: float) -> dict[str,
     return options
 
 
+def is_of_one_expert(module: str) -> bool:
+    """Whether the module is a matrix of a single expert, such as model.layers.0.mlp.experts.3.down_proj."""
+    return _EXPERT.fullmatch(module) is not None
+
+
 def is_refused(module: str) -> bool:
     """Whether PEFT refuses to adapt a module of this name, as it refuses the output projection of Mamba-2."""
     return module.endswith(".mixer.out_proj")

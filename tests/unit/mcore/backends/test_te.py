@@ -16,6 +16,7 @@ pytest.importorskip("transformer_engine.pytorch", reason="Transformer Engine is 
 ROOT = Path(__file__).parents[4]
 DENSE = ["model.qk_norm=true", "model.qkv_bias=true"]
 EXPERTS = "lora={rank: 8, targets: [all-linear, experts.*]}"
+STACKED = "lora={rank: 8, target_parameters: [experts.gate_up_proj, experts.down_proj]}"
 LATENT = ["model.qk_norm=false", "model.num_query_groups=null", "model.head_dim=null", "model.qkv_bias=false"]
 LATENT += ["model.latent_attention={kv_lora_rank: 32, q_lora_rank: 16, qk_nope_head_dim: 16, qk_rope_head_dim: 8}"]
 ROUTER = ["model.moe={num_experts: 4, top_k: 2, score_function: sigmoid, correction_bias: true, dense_layers: 1}"]
@@ -52,7 +53,7 @@ PORTABLE = {
     "GLM-4.7-Flash": [*LATENT, *ROUTER],
     "MiniMax-M2": ["model.qk_norm=true", "model.qk_norm_across_heads=true", *ROUTER[:1]],
     "Olmo 2": ["model.qk_norm=true", "model.qk_norm_across_heads=true", "model.norm_placement=post"],
-    "adapted gpt-oss": [*GPT_OSS, "lora.rank=8"],
+    "adapted gpt-oss": [*GPT_OSS, STACKED],
     "adapted Qwen3.6": [*QWEN_36, "lora={rank: 8, exclude: [mlp.shared_expert_gate]}"],
 }
 

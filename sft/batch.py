@@ -58,6 +58,8 @@ class Sample:
              token gives to it; the tree has the weights of all texts
     source   index of the sample's source in data.train, or of its data file
     tree     None: the tokens are one text
+    teacher  a teacher's distributions [m] (`data/teacher/distributions.py`), one for each supervised token except the
+             first token, in order; None: the sample has none
     """
 
     sample_id: int
@@ -65,6 +67,12 @@ class Sample:
     weights: np.ndarray
     source: int = 0
     tree: Tree | None = None
+    teacher: np.ndarray | None = None
+
+    @property
+    def labels(self) -> np.ndarray:
+        """int64 [m]: the indices of the supervised tokens without the first token, which is never a label."""
+        return np.flatnonzero(self.weights[1:]) + 1
 
     @property
     def num_supervised(self) -> int:
@@ -152,9 +160,7 @@ class Pack:
     @property
     def documents(self) -> np.ndarray:
         """int32 [t]: index of each token's document.  Padding belongs to the document that it pads."""
-        return np.repeat(
-            np.arange(len(self.lengths), dtype=np.int32), np.diff(self.cu_seqlens)
-        )
+        return np.repeat(np.arange(len(self.lengths), dtype=np.int32), np.diff(self.cu_seqlens))
 
     @property
     def max_seqlen(self) -> int:
@@ -206,23 +212,13 @@ class Microbatch:
     loss_weights: "torch.Tensor"  # float32 [1, t], above 0 for supervised labels
     second_labels: "torch.Tensor"  # int64 [1, t], the token after the label
     second_mask: "torch.Tensor"  # bool [1, t], whether multi-token prediction predicts the second label
-    documents: (
-        "torch.Tensor"  # int32 [1, t], index of each token's document in the pack
-    )
+    documents: "torch.Tensor"  # int32 [1, t], index of each token's document in the pack
     cu_seqlens: "torch.Tensor"  # int32 [num_documents + 1], padded boundaries, filler documents included
-    max_seqlen: (
-        int  # length of the longest padded document, with the tokens before a branch
-    )
-    lengths: (
-        np.ndarray
-    )  # int32 [num_documents], real lengths; 0 marks a filler document
-    supervised: (
-        np.ndarray
-    )  # int32 [num_documents], supervised labels; those of a tree count at its first document
+    max_seqlen: int  # length of the longest padded document, with the tokens before a branch
+    lengths: np.ndarray  # int32 [num_documents], real lengths; 0 marks a filler document
+    supervised: np.ndarray  # int32 [num_documents], supervised labels; those of a tree count at its first document
     sources: np.ndarray  # int32 [num_documents], index of each document's source
-    num_documents: (
-        int  # number of samples: documents and trees, without filler documents
-    )
+    num_documents: int  # number of samples: documents and trees, without filler documents
     num_real_tokens: int  # number of tokens of samples
     num_aligned_tokens: int  # real tokens and the padding inside documents
     num_tokens: int  # number of supervised labels
@@ -234,9 +230,7 @@ class Microbatch:
     texts: np.ndarray | None = None
     label_counts: "torch.Tensor | None" = None  # int32 [1, t]
     further: BranchTargets | None = None
-    teacher: TeacherTargets | None = (
-        None  # of this rank's t tokens; None: no token has a teacher
-    )
+    teacher: TeacherTargets | None = None  # of this rank's t tokens; None: no token has a teacher
 
     @property
     def loss_mask(self) -> "torch.Tensor":
@@ -262,9 +256,7 @@ class Microbatch:
         rows = np.flatnonzero(self.loss_weights.numpy())
         if self.label_counts is None or self.further is None:
             return np.ones(len(rows), dtype=np.int64)
-        return np.concatenate(
-            [self.label_counts.numpy().ravel()[rows], self.further.counts]
-        ).astype(np.int64)
+        return np.concatenate([self.label_counts.numpy().ravel()[rows], self.further.counts]).astype(np.int64)
 
     def denominator(self, kind: str) -> float:
         """The contribution of this rank's targets to the denominator of the objective.
@@ -274,11 +266,7 @@ class Microbatch:
         if kind == "weights":
             import torch
 
-            further = (
-                0.0
-                if self.further is None
-                else self.further.weights.sum(dtype=np.float64)
-            )
+            further = 0.0 if self.further is None else self.further.weights.sum(dtype=np.float64)
             return float(self.loss_weights.sum(dtype=torch.float64) + further)
         return float(self.target_counts.sum())
 
@@ -294,9 +282,5 @@ class Microbatch:
         """bool [1, t]: whether the token is padding, in a real or in a filler document."""
         import torch
 
-        ends = (
-            self.lengths
-            if self.branches is None
-            else self.branches.depths + self.lengths
-        )
+        ends = self.lengths if self.branches is None else self.branches.depths + self.lengths
         return self.position_ids >= torch.from_numpy(ends)[self.documents]

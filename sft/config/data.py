@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints, field_validator
 
 from sft.config.section import UNREPORTED, Name, Path, Positive, Section, Word
+from sft.config.teacher import TeacherConfig
 
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 _OURS = {"messages", "tools", "documents", "add_generation_prompt"}  # variables that every template gets
@@ -126,6 +127,8 @@ class DataConfig(Section):
     """Number of processes that tokenise, without influence on the result; auto: one per core, at most 32."""
     cache_dir: Path | None = Field(None, json_schema_extra=UNREPORTED)
     """Folder of tokenised data; null: run.dir/cache."""
+    teacher: TeacherConfig = TeacherConfig()
+    """Distributions of a teacher for supervised tokens, beside their labels (docs/how-to/score.md)."""
     plan: Path | None = None
     """Plan file of `sft data plan --write`; null: a plan is computed from the data, run.seed and sizes."""
 

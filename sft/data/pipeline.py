@@ -91,7 +91,7 @@ class HeldOutData:
             lambda: find_prepared(inputs, data, tokenizer, cache_dir, command=self._command), self.position.control
         )
         corpus = map_prepared(prepared, data, names, command=self._command)
-        if tokenizer.vocab_size > self.vocab_size:
+        if tokenizer.vocab_size > self.vocab_size or data.teacher.k is not None:
             broadcast_from_rank0(lambda: check_ids(self.config, corpus, tokenizer), self.position.control)
         self.console.say(corpus.summary())
         return make_loader(

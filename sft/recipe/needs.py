@@ -13,7 +13,8 @@ from sft.recipe.resolved import Recipe
 
 
 def check_paths(recipe: Recipe, *, trains: bool = True) -> None:
-    """Raise ConfigError if a data file, the tokenizer, the chat template or the plan of the recipe does not exist.
+    """Raise ConfigError if a data file, the tokenizer, the chat template, a file of a teacher or the plan of the recipe
+    does not exist.
 
     A tokenizer on the hub is looked up.  Called before heavy modules are imported.
     trains: whether the command uses the training data
@@ -25,6 +26,7 @@ def check_paths(recipe: Recipe, *, trains: bool = True) -> None:
     is_on_hub = tokenizer is not None and hub.is_hub_name(tokenizer)
     paths += [] if tokenizer is None or is_on_hub else [("data.tokenizer", tokenizer)]
     paths += [] if data.chat_template is None else [("data.chat_template", data.chat_template)]
+    paths += [("data.teacher.files", path) for path in data.teacher.files or ()]
     paths += [] if data.plan is None or not trains else [("data.plan", data.plan)]
     missing = [
         f"{key} = {path} ({recipe.origins[key]}) does not exist in {Path.cwd()}; give {key}=PATH."

@@ -1,10 +1,7 @@
 """Loads the tokenizer of a recipe, that of data.tokenizer or of model.hf, and compares two tokenizers."""
 
-import json
-from typing import Any
-
 from sft.config import Config
-from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer, FolderTokenizer, load_tokenizer
+from sft.data.chat.tokenizer import ChatTokenizer, load_tokenizer
 from sft.errors import DataError
 from sft.hf.pretrained import tokenizer_folder
 
@@ -25,13 +22,4 @@ def same_ids(a: ChatTokenizer, b: ChatTokenizer) -> bool:
 
     Chat template and end tokens may differ, as they do between a model and the export of a run (`served_files.py`).
     """
-    if isinstance(a, ByteTokenizer) or isinstance(b, ByteTokenizer):
-        return a.digest == b.digest
-    return a.digest == b.digest or _of_text(a) == _of_text(b)
-
-
-def _of_text(tokenizer: FolderTokenizer) -> dict[str, Any]:
-    """The fields of the tokenizer that decide the ids of a text.  Whether an added token is special changes no ids."""
-    content = json.loads(tokenizer.files.backend.to_str())
-    added = [{key: value for key, value in token.items() if key != "special"} for token in content["added_tokens"]]
-    return {**{part: content[part] for part in ("model", "normalizer", "pre_tokenizer")}, "added_tokens": added}
+    return a.digest == b.digest or a.ids_digest == b.ids_digest

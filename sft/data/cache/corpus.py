@@ -69,6 +69,9 @@ class Corpus:
         self._stores = list(stores)
         # For each file: the positions in `tokens` at which samples begin, and the end.
         self._starts = [np.concatenate([[0], np.cumsum(tokens)]) for tokens in lengths]
+        self._first_rows = [
+            None if store.teacher is None else np.append(0, np.cumsum(store.teacher.counts)) for store in stores
+        ]
         self._first_ids = np.cumsum([0] + [len(lines) for lines in self._lines])
 
     def __len__(self) -> int:
@@ -82,7 +85,10 @@ class Corpus:
         weights = store.weights[store.mask[start:stop]]
         tokens, source = store.tokens[start:stop], self._source_of[file]
         tree = None if store.trees is None else store.trees.tree(index)
-        return Sample(sample_id=sample_id, tokens=tokens, weights=weights, source=source, tree=tree)
+        teacher, rows = None, self._first_rows[file]
+        if store.teacher is not None and rows is not None and rows[index] < rows[index + 1]:
+            teacher = store.teacher.rows[rows[index] : rows[index + 1]]
+        return Sample(sample_id=sample_id, tokens=tokens, weights=weights, source=source, tree=tree, teacher=teacher)
 
     @cached_property
     def has_trees(self) -> bool:
@@ -129,6 +135,13 @@ class Corpus:
             name += f" document {is_document[: at - first + 1].sum()} of {num_documents}"
         return name if line["windows"] == 1 else f"{name} window {line['window']} of {line['windows']}"
 
+    def location(self, sample_id: int) -> tuple[DataFile, int, int]:
+        """The file of a sample, the number of its row, and its number among the samples of the row, counted from 0."""
+        file, index = self._find(sample_id)
+        rows, lines = self._stores[file].rows["row"], self._lines[file]
+        row = int(rows[lines[index]])
+        return self.files[file], row, index - int(np.searchsorted(lines, bisect_left(rows, row)))
+
     def first_beyond(self, num_ids: int) -> tuple[int, int] | None:
         """The id of the first sample with a token of id `num_ids` or above, and the token's index in the sample.
 
@@ -144,6 +157,21 @@ class Corpus:
                     position = begin + int(beyond[0])
                     index = int(np.searchsorted(self._starts[file], position, side="right")) - 1
                     return int(self._first_ids[file]) + index, position - int(self._starts[file][index])
+        return None
+
+    def first_taught_beyond(self, num_ids: int) -> tuple[int, int] | None:
+        """The id of the first sample whose teacher's distributions have an id of `num_ids` or above, and this id.
+
+        None if no sample has one.  Reads only stores that have such an id.
+        """
+        for file, store in enumerate(self._stores):
+            rows = self._first_rows[file]
+            if store.teacher is None or rows is None or store.largest_teacher_id < num_ids:
+                continue
+            for index in range(len(rows) - 1):
+                ids = store.teacher.rows["ids"][rows[index] : rows[index + 1]]
+                if (largest := int(ids.max(initial=-1))) >= num_ids:
+                    return int(self._first_ids[file]) + index, largest
         return None
 
     @property

@@ -18,6 +18,7 @@ from sft.config import DataConfig
 from sft.data import limited
 from sft.data.cache.omissions import RowOmission, row_omissions
 from sft.data.cache.row_report import LINE, Reject
+from sft.data.cache.teacher_rows import TeacherReader, TeacherTable
 from sft.data.cache.tree_samples import num_labels_of, split_tree
 from sft.data.cache.tree_tables import TreeTables, to_tables
 from sft.data.cache.truncation import NOTHING, excerpts
@@ -28,6 +29,7 @@ from sft.data.read.rows import DataFile, Row, hint, row_name
 from sft.data.read.strict_json import parse
 from sft.data.rows.formats import Chat, UnwantedRow, read_row, unused_keys
 from sft.data.rows.messages import as_unicode, shortened
+from sft.data.teacher.inline import KEY
 from sft.errors import DataError
 
 MAX_WEIGHTS = 256  # distinct weights that one byte per token can index; the first weight is 0
@@ -50,15 +52,22 @@ class EncodedRows(NamedTuple):
     num_padded: int = 0  # number of rows whose padding was dropped
     num_padding: int = 0  # number of tokens of this padding
     trees: TreeTables | None = None  # the trees of the samples; None unless data.turns = each
+    teacher: TeacherTable | None = None  # distributions of a teacher; None without data.teacher.k
 
 
 class RowSample(NamedTuple):
-    """A sample of a row, and its line of the table (`LINE`).  A document without a sample has a line and no tokens."""
+    """A sample of a row, and its line of the table (`LINE`).  A document without a sample has a line and no tokens.
+
+    positions  int64 [m]: for each token of the sample, its index among the tokens of the row
+    teacher    the distributions of the supervised tokens (`teacher_rows.py`); None: it has none
+    """
 
     line: tuple[int, ...]
     tokens: np.ndarray
     weights: np.ndarray
+    positions: np.ndarray
     tree: Tree | None = None
+    teacher: np.ndarray | None = None
 
 
 def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer: ChatTokenizer) -> EncodedRows:
@@ -67,10 +76,8 @@ def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer
     Raises a DataError that begins with the row's name: for the first unusable row if data.on_bad_row = error, and for a
     sample that is too long if data.over_long = error.  Also raises DataError for more than 255 weights above 0.
     """
-    tokens = [np.empty(0, dtype=np.int32)]
-    weights = [np.empty(0, dtype=np.float32)]
-    lines: list[tuple[int, ...]] = []
-    trees: list[Tree | None] = []
+    reader = TeacherReader(data, tokenizer) if data.teacher.k is not None else None
+    samples: list[RowSample] = []
     rejects = []
     omitted: list[RowOmission] = []
     explained: set[tuple[str, str]] = set()
@@ -84,6 +91,7 @@ def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer
             value = parse(content)
             row = read_row(value)
             encoded = encode_row(row, tokenizer, data)
+            of_row = None if reader is None else reader.of_row(value, row, encoded.tokens)
         except UnwantedRow:
             unwanted.append(number)
             continue
@@ -93,7 +101,7 @@ def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer
                 raise DataError(f"{row_name(file, number)}: {reason}") from error
             rejects.append(Reject(number, as_unicode(reason)))  # errors may quote half a surrogate pair
             continue
-        unused.update(as_unicode(shortened(key)) for key in unused_keys(value))
+        unused.update(as_unicode(shortened(key)) for key in unused_keys(value) if key != KEY or of_row is None)
         num_chats += isinstance(row, Chat)
         variables |= row.variables.keys() if isinstance(row, Chat) else set()
         num_padded += encoded.num_padding > 0
@@ -103,19 +111,23 @@ def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer
             omitted += row_omissions(number, encoded.rendered, explained, encoded.omitted)
         try:
             for sample in _samples(number, encoded, data):
-                tokens.append(sample.tokens)
-                weights.append(sample.weights)
-                lines.append(sample.line)
-                trees += [sample.tree] * (len(sample.tokens) > 0)
+                if reader is not None and len(sample.tokens):
+                    of_sample = sample.tokens, sample.weights, sample.tree, (of_row, sample.positions)
+                    sample = sample._replace(teacher=reader.of_sample(number, *of_sample))
+                samples.append(sample)
         except DataError as error:
             raise DataError(f"{row_name(file, number)}: {error}") from error
-    palette, mask = to_palette(np.concatenate(weights))
+    tokens = np.concatenate([np.empty(0, dtype=np.int32), *(sample.tokens for sample in samples)])
+    palette, mask = to_palette(np.concatenate([np.empty(0, np.float32), *(sample.weights for sample in samples)]))
     check_palette(palette, file)
-    table = np.array(lines, dtype=LINE)
+    table = np.array([sample.line for sample in samples], dtype=LINE)
+    samples = [sample for sample in samples if len(sample.tokens)]
+    trees = [sample.tree for sample in samples]
     return EncodedRows(
-        *(np.concatenate(tokens), mask, palette, table, rejects, omitted, num_chats),
+        *(tokens, mask, palette, table, rejects, omitted, num_chats),
         *([*unused.items()], unwanted, [*spelled.items()], sorted(variables), num_padded, num_padding),
-        to_tables(trees, table["tokens"][table["tokens"] > 0].tolist()) if data.turns == "each" else None,
+        to_tables(trees, [len(sample.tokens) for sample in samples]) if data.turns == "each" else None,
+        None if reader is None else reader.table([sample.teacher for sample in samples]),
     )
 
 
@@ -126,9 +138,11 @@ def _samples(number: int, row: Encoding, data: DataConfig) -> Iterator[RowSample
     error.
     """
     documents = row.documents()
-    for k, document in enumerate(documents, start=1):
+    for k, (first, document) in enumerate(zip(row.starts, documents, strict=True), start=1):
         try:
-            yield from _fit(number, document, data) if document.tree is None else _fit_tree(number, document, data)
+            fit = _fit if document.tree is None else _fit_tree
+            for sample in fit(number, document, data):
+                yield sample._replace(positions=sample.positions + first)
         except DataError as error:
             if len(documents) == 1:
                 raise
@@ -141,13 +155,13 @@ def _fit_tree(number: int, row: Encoding, data: DataConfig) -> Iterator[RowSampl
     parts = list(split_tree(Grown(row.tokens, row.weights, row.tree), data))
     full = len(row.tokens), num_labels_of(row.tree)
     if not parts:
-        yield RowSample((number, 0, 0, 0, 0, 0, *full), row.tokens[:0], row.weights[:0])
+        yield RowSample((number, 0, 0, 0, 0, 0, *full), row.tokens[:0], row.weights[:0], NOTHING.positions)
     is_held = np.zeros(len(row.tokens), dtype=bool)  # tokens that an earlier sample of the row contains
     for window, part in enumerate(parts, start=1):
         num_new = int(np.count_nonzero(~is_held[part.positions]))
         is_held[part.positions] = True
         line = (number, window, len(parts), len(part.tokens), part.labels, num_new, *full)
-        yield RowSample(line, part.tokens, part.weights, part.tree)
+        yield RowSample(line, part.tokens, part.weights, part.positions, part.tree)
 
 
 def _fit(number: int, row: Encoding, data: DataConfig) -> Iterator[RowSample]:
@@ -172,7 +186,7 @@ def _fit(number: int, row: Encoding, data: DataConfig) -> Iterator[RowSample]:
         num_new = int(np.count_nonzero(~is_held[positions]))
         is_held[positions] = True
         counts = (len(positions), num_labels(weights), num_new, len(full), num_labels(full))
-        yield RowSample((number, window, len(parts), *counts), row.tokens[positions], weights)
+        yield RowSample((number, window, len(parts), *counts), row.tokens[positions], weights, positions)
 
 
 def num_texts(content: object) -> int:

@@ -33,6 +33,8 @@ ENCODING = "2: the sources of characters decide masks, and text that a template 
 REFUSALS = "4: a prompt with a list of one completion is a chat"
 # Version of the code that renders each turn and makes trees.  Only names of stores with turns = each depend on it.
 TREES = "2: samples of a split tree know the tokens that an earlier one supervises"
+# Version of the code that reads a teacher's distributions.  Only names of stores with a teacher depend on it.
+TEACHER = "1"
 _SETTINGS = ("seq_length", "doc_multiple", "over_long", "on_bad_row", "supervise", "supervise_inserted")
 Stamp = tuple[tuple[int, int], ...]
 
@@ -57,6 +59,9 @@ def store_folder(cache_dir: Path, file: DataFile, data: DataConfig, tokenizer: C
         parts["refusals"] = REFUSALS
     if data.turns == "each":
         parts["turns"] = TREES
+    if data.teacher.k is not None:
+        files = [content_digest(Path(file), cache_dir) for file in data.teacher.files or ()]
+        parts["teacher"] = {**data.teacher.model_dump(), "files": files, "code": TEACHER}
     return cache_dir / hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -181,7 +181,7 @@ def _plan_job(file: DataFile, folder: Path, stamp_before: Stamp, data: DataConfi
         data=data,
         tokenizer=tokenizer,
         index=index,
-        ranges=part_ranges(index),
+        ranges=part_ranges(index, data.teacher.width),
         store=folder,
         stamp=stamp_before,
     )
@@ -282,7 +282,7 @@ def _assemble(job: FileJob, results: Sequence[PartResult]) -> Store:
 
 def _parts(job: FileJob) -> Iterator[EncodedRows]:
     for number in range(len(job.ranges)):
-        part = read_part(part_path(job, number), has_trees=job.data.turns == "each")
+        part = read_part(part_path(job, number), job.data)
         if part is None:
             raise FileNotFoundError(part_path(job, number))
         yield part

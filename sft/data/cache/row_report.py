@@ -59,6 +59,7 @@ class RowCounts:
     padded: int = 0  # rows whose padding was dropped
     padding: int = 0  # tokens of this padding
     trees: TreeCounts = TreeCounts()
+    largest_teacher_id: int = -1  # the largest id of a teacher's distribution
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,11 @@
     rows.npy       LINE [lines]    one line per sample, and one per dropped document (`row_report.LINE`)
     trees.npy, documents.npy, texts.npy, spans.npy
                    with data.turns = each: the trees of the samples (`tree_tables.py`)
+    teacher_counts.npy, teacher.npy
+                   with data.teacher.k: the distributions of a teacher (`teacher_rows.py`)
     rejects.jsonl  rows that were skipped: {"row": 1841, "reason": "..."}; missing if no row was skipped
     omitted.jsonl  texts that the chat template left out, by row, role and kind (`omissions.py`); missing if none
-    ledger.json    the row report, the weights that mask.npy indexes, the largest id, sizes and digests of the other
+    ledger.json    the row report, the weights that mask.npy indexes, the largest ids, sizes and digests of the other
                    files, and a digest of itself; written last
 
 The content of a store does not depend on the file's name, on the machine, on the time, or on the number of processes.
@@ -21,6 +23,7 @@ import uuid
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,11 +32,13 @@ import numpy as np
 from sft.data.cache.encoder import EncodedRows
 from sft.data.cache.omissions import add_up
 from sft.data.cache.row_report import LINE, RowCounts, RowReport, count_rows
+from sft.data.cache.teacher_rows import TeacherTable
 from sft.data.cache.tree_tables import DTYPES, Trees, TreeTables
 from sft.files.atomic_files import flush
 
 _ARRAYS: dict[str, np.dtype[Any]] = {"tokens": np.dtype(np.int32), "mask": np.dtype(np.uint8), "rows": LINE}
 _TREE_ARRAYS: dict[str, np.dtype[Any]] = dict(zip(TreeTables._fields, DTYPES, strict=True))
+_TEACHER_ARRAYS = "teacher_counts", "teacher"
 _REJECTS, _OMITTED = "rejects.jsonl", "omitted.jsonl"
 _HASH_BYTES = 1 << 24
 
@@ -47,9 +52,11 @@ class Store:
     rows: np.ndarray
     weights: np.ndarray  # float32 [at most 256]: token i weighs weights[mask[i]]
     row_report: RowReport
-    digest: str  # depends on all tokens, weights, lines and trees
+    digest: str  # depends on all tokens, weights, lines, trees and distributions
     trees: Trees | None = None  # None unless data.turns = each
     largest_id: int | None = None  # the largest token id; -1: no token; None: an older version made the store
+    teacher: TeacherTable | None = None  # None without data.teacher.k
+    largest_teacher_id: int = -1  # the largest id of a distribution
 
 
 def open_store(folder: Path, *, verify: bool = False) -> Store | None:
@@ -69,6 +76,7 @@ def open_store(folder: Path, *, verify: bool = False) -> Store | None:
         arrays = {name: _map(folder / f"{name}.npy") for name in _ARRAYS}
         names = _array_names(folder)
         tables = [_map(folder / f"{name}.npy") for name in names if name in _TREE_ARRAYS]
+        teacher = [_map(folder / f"{name}.npy") for name in names if name in _TEACHER_ARRAYS]
         if verify and content["files"] != _describe(folder):
             return None
         return Store(
@@ -78,6 +86,8 @@ def open_store(folder: Path, *, verify: bool = False) -> Store | None:
             largest_id=content.get("largest_id"),
             digest=_json_digest([content["weights"], [content["files"][f"{name}.npy"]["digest"] for name in names]]),
             trees=Trees(TreeTables(*tables)) if tables else None,
+            teacher=TeacherTable(*teacher) if teacher else None,
+            largest_teacher_id=content.get("largest_teacher_id", -1),
         )
     except (FileNotFoundError, NotADirectoryError, ValueError, EOFError, KeyError, TypeError, AttributeError):
         return None  # any other OSError is a fault of the disk or of this process, not of the store
@@ -100,6 +110,7 @@ def write_store(temp: Path, parts: Iterable[EncodedRows], weights: np.ndarray) -
         "rows": count_rows(_map(temp / "rows.npy"), counts).to_json(),
         "weights": weights.tolist(),
         "largest_id": int(_map(temp / "tokens.npy").max(initial=-1)),
+        **({"largest_teacher_id": counts.largest_teacher_id} if (temp / "teacher.npy").exists() else {}),
         "files": _describe(temp),
     }
     text = json.dumps({**content, "digest": _json_digest(content)}, indent=2, ensure_ascii=False)
@@ -110,8 +121,11 @@ def write_store(temp: Path, parts: Iterable[EncodedRows], weights: np.ndarray) -
 
 def _write_parts(temp: Path, parts: Iterable[EncodedRows], weights: np.ndarray) -> RowCounts:
     """Writes the arrays and the list of omitted texts.  Returns the counts that the table of rows does not contain."""
-    counts = RowCounts()
+    counts, parts = RowCounts(), iter(parts)
+    first = next(parts, None)
     dtypes = _ARRAYS | _TREE_ARRAYS
+    if first is not None and first.teacher is not None:
+        dtypes |= {name: array.dtype for name, array in zip(_TEACHER_ARRAYS, first.teacher, strict=True)}
     sizes = dict.fromkeys(dtypes, 0)
     has_trees = False
     with ExitStack() as stack:
@@ -119,10 +133,14 @@ def _write_parts(temp: Path, parts: Iterable[EncodedRows], weights: np.ndarray) 
         listed = stack.enter_context((temp / _OMITTED).open("w", encoding="utf-8"))
         for name, file in files.items():
             _write_header(file, dtypes[name], 0)
-        for part in parts:
+        for part in chain([] if first is None else [first], parts):
             mask = np.searchsorted(weights, part.weights).astype(np.uint8)[part.mask]
             has_trees |= part.trees is not None
             tables = {} if part.trees is None else part.trees._asdict()
+            if part.teacher is not None:
+                tables |= dict(zip(_TEACHER_ARRAYS, part.teacher, strict=True))
+                largest = int(part.teacher.rows["ids"].max(initial=-1))
+                counts.largest_teacher_id = max(counts.largest_teacher_id, largest)
             for name, array in {"tokens": part.tokens, "mask": mask, "rows": part.lines, **tables}.items():
                 files[name].write(array.astype(dtypes[name], copy=False).tobytes())
                 sizes[name] += len(array)
@@ -184,8 +202,9 @@ def _map(path: Path) -> np.ndarray:
 
 
 def _array_names(folder: Path) -> list[str]:
-    """The names of the arrays of a store, including those of trees if it has them."""
-    return [*_ARRAYS, *(_TREE_ARRAYS if (folder / "trees.npy").exists() else ())]
+    """The names of the arrays of a store, including those of trees and of a teacher if it has them."""
+    further = [*(_TREE_ARRAYS if (folder / "trees.npy").exists() else ())]
+    return [*_ARRAYS, *further, *(_TEACHER_ARRAYS if (folder / "teacher.npy").exists() else ())]
 
 
 def _describe(folder: Path) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Refuses data with a token for which the model's embedding has no row.
+"""Refuses data with a token, or a teacher's distributions with an id, for which the model's embedding has no row.
 
 A tokenizer may have more ids than the embedding has rows (Gemma 3 1B: 262,145 ids, 262,144 rows), as long as the data
 contains none of the further ids.  A store records its largest id, so the check reads tokens only to name the row.
@@ -12,9 +12,15 @@ from sft.parallel.layout import vocab_rows
 
 
 def check_ids(config: Config, corpus: Corpus, tokenizer: ChatTokenizer) -> None:
-    """Raises DataError if the embedding lacks a row for a token of `corpus`.  The message names the first such
-    token."""
+    """Raises DataError if the embedding lacks a row for a token of `corpus`, or for an id of a teacher's distribution.
+    The message names the first of them."""
     rows = vocab_rows(config.model, tokenizer.vocab_size)
+    if (taught := corpus.first_taught_beyond(rows)) is not None:
+        raise DataError(
+            f"{corpus.name(taught[0])}: the teacher's distributions have the id {taught[1]:,}, but the embedding has "
+            f"only {rows:,} rows (model.vocab_size).  The teacher has a larger vocabulary.  Score with a teacher that "
+            "has the vocabulary of this model."
+        )
     if tokenizer.vocab_size <= rows or (first := corpus.first_beyond(rows)) is None:
         return
     sample_id, position = first

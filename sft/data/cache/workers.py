@@ -27,6 +27,7 @@ from sft.data.cache.encoder import EncodedRows, encode_rows
 from sft.data.cache.folders import Stamp, check_unchanged, work_folder
 from sft.data.cache.omissions import RowOmission
 from sft.data.cache.row_report import Reject
+from sft.data.cache.teacher_rows import TeacherTable
 from sft.data.cache.tree_tables import TreeTables
 from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer, template_name
 from sft.data.read.rows import DataFile, RowIndex, read_rows, row_name
@@ -38,7 +39,7 @@ from sft.errors import DataError
 ROWS_PER_PART = 2048
 BYTES_PER_PART = 16 << 20
 _DIGEST_BYTES = 32
-_NUM_ARRAYS = 4  # the first fields of EncodedRows; the tables of trees follow, if there are any.  The others are JSON
+_NUM_ARRAYS = 4  # the first fields of EncodedRows; tables of trees and teacher follow, if any.  The others are JSON
 _ATTEMPTS = 5
 
 
@@ -73,17 +74,20 @@ class PartResult(NamedTuple):
     work: Work = Work()  # of the process that made the part now
 
 
-def part_ranges(index: RowIndex) -> tuple[tuple[int, int], ...]:
+def part_ranges(index: RowIndex, teacher_width: int = 0) -> tuple[tuple[int, int], ...]:
     """The rows of each part: at most 2,048 rows and 16 MiB.  A longer row is a part by itself.
 
     5,000 short rows -> (0, 2048), (2048, 4096), (4096, 5000)
+    teacher_width: number of tokens of a teacher's distribution.  Each takes 8 bytes for about 4 bytes of the file, so
+    parts have fewer rows
     """
+    num_rows, num_bytes = (max(1, limit // (1 + 2 * teacher_width)) for limit in (ROWS_PER_PART, BYTES_PER_PART))
     ranges: list[tuple[int, int]] = []
     start = 0
     while start < index.num_rows:
-        stop = min(start + ROWS_PER_PART, index.num_rows)
+        stop = min(start + num_rows, index.num_rows)
         if index.offsets is not None:
-            beyond = int(np.searchsorted(index.offsets, index.offsets[start] + BYTES_PER_PART, side="right"))
+            beyond = int(np.searchsorted(index.offsets, index.offsets[start] + num_bytes, side="right"))
             if beyond < index.num_rows:  # the row before `beyond` ends at or before the limit
                 stop = min(stop, max(start + 1, beyond - 1))
         ranges.append((start, stop))
@@ -97,7 +101,7 @@ def make_part(job: FileJob, number: int) -> PartResult:
     Raises OSError if the part cannot be written, and DataError if the file cannot be read or has changed.
     """
     path, (start, stop) = part_path(job, number), job.ranges[number]
-    encoded = read_part(path, has_trees=job.data.turns == "each")
+    encoded = read_part(path, job.data)
     was_there, before = encoded is not None, job.tokenizer.work
     if encoded is None:
         try:
@@ -120,8 +124,8 @@ def part_path(job: FileJob, number: int) -> Path:
     return job.folder / f"part-{start:09}-{stop:09}"
 
 
-def read_part(path: Path, *, has_trees: bool) -> EncodedRows | None:
-    """A part, or None if it is missing or damaged."""
+def read_part(path: Path, data: DataConfig) -> EncodedRows | None:
+    """A part, or None if it is missing or damaged.  data: the settings with which it was made"""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -131,21 +135,23 @@ def read_part(path: Path, *, has_trees: bool) -> EncodedRows | None:
         return None
     stream = io.BytesIO(payload)
     tokens, mask, weights, lines = (np.load(stream) for _ in range(_NUM_ARRAYS))
-    trees = TreeTables(*(np.load(stream) for _ in TreeTables._fields)) if has_trees else None
+    trees = TreeTables(*(np.load(stream) for _ in TreeTables._fields)) if data.turns == "each" else None
+    has_teacher = data.teacher.k is not None
+    teacher = TeacherTable(*(np.load(stream) for _ in TeacherTable._fields)) if has_teacher else None
     lists = json.loads(stream.read())
-    if len(lists) != len(EncodedRows._fields) - _NUM_ARRAYS - 1:  # another version of sft made the part
+    if len(lists) != len(EncodedRows._fields) - _NUM_ARRAYS - 2:  # another version of sft made the part
         return None
     rejects, omitted, *counts = lists
     rejects, omitted = [Reject(*fields) for fields in rejects], [RowOmission(*fields) for fields in omitted]
-    return EncodedRows(tokens, mask, weights, lines, rejects, omitted, *counts)._replace(trees=trees)
+    return EncodedRows(tokens, mask, weights, lines, rejects, omitted, *counts)._replace(trees=trees, teacher=teacher)
 
 
 def _write_part(path: Path, encoded: EncodedRows) -> None:
     """Writes a part under a temporary name and renames it, so that no reader finds an incomplete part."""
     stream = io.BytesIO()
-    for array in (encoded.tokens, encoded.mask, encoded.weights, encoded.lines, *(encoded.trees or ())):
+    for array in (*encoded[:_NUM_ARRAYS], *(encoded.trees or ()), *(encoded.teacher or ())):
         np.save(stream, array)
-    stream.write(json.dumps(encoded[_NUM_ARRAYS:-1]).encode())
+    stream.write(json.dumps(encoded[_NUM_ARRAYS:-2]).encode())
     payload = stream.getbuffer()
     temp = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}")
     for attempt in range(_ATTEMPTS):

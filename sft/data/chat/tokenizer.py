@@ -50,6 +50,11 @@ class ByteTokenizer:
         """Nothing: its template is built in, and its tokens are bytes."""
         return Work()
 
+    @property
+    def ids_digest(self) -> str:
+        """The digest of everything that determines the ids of a text."""
+        return self.digest
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of `ids`, with control ids as their names.  Invalid UTF-8 becomes U+FFFD."""
         control = {i: name.encode() for name, i in BYTE_CONTROL.items()}
@@ -140,6 +145,17 @@ class FolderTokenizer(TextTokenizer):
             "template": template and [template.source, template.switches],
             **{name: value for name, value in further.items() if value is not None},
         }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def ids_digest(self) -> str:
+        """The digest of everything that determines the ids of a text, without a chat template.
+
+        Whether an added token is special changes no ids.
+        """
+        content = json.loads(self.files.backend.to_str())
+        added = [{key: value for key, value in token.items() if key != "special"} for token in content["added_tokens"]]
+        facts = {**{part: content[part] for part in ("model", "normalizer", "pre_tokenizer")}, "added_tokens": added}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     @cached_property

@@ -6,13 +6,14 @@ of another rank.  `plan.py`, `balance.py` and `dynamic_cp.py` decide which sampl
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any
 
 import numpy as np
 
 from sft.batch import BranchTargets, Microbatch, Pack, Sample
+from sft.data.packing.teacher_targets import local_teacher
 from sft.data.packing.tree_packs import PackDocuments, PackTargets, supervision, tree_of
 from sft.parallel import context_parallel
 from sft.parallel.alignment import aligned
@@ -42,7 +43,10 @@ class Collator:
         """This rank's part of the pack of these samples; without samples, the pack holds only filler documents."""
         pack = self.pack(samples)
         indices = context_parallel.local_indices(pack.cu_seqlens, self.cp_size, self.cp_rank)
-        return local_part(pack, indices, cp_size=self.cp_size, doc_multiple=self.doc_multiple)
+        microbatch = local_part(pack, indices, cp_size=self.cp_size, doc_multiple=self.doc_multiple)
+        if all(sample.teacher is None for sample in samples):
+            return microbatch
+        return replace(microbatch, teacher=local_teacher(samples, pack.cu_seqlens, indices))
 
     def pack(self, samples: Sequence[Sample]) -> Pack:
         """Concatenates padded samples and computes their labels and weights; `Pack` shows an example in numbers.

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sft.batch import BranchTargets, Sample, Tree
+from sft.parallel import context_parallel
 from sft.parallel.branches import Branches
 
 
@@ -78,6 +79,18 @@ def tree_of(sample: Sample) -> Tree:
         return sample.tree
     count, none = len(sample.tokens), np.zeros((0, 3), dtype=np.int64)
     return Tree(np.array([0, count]), Branches.of([-1], [0]), np.array([[0, count]]), none, np.zeros(0, np.float32))
+
+
+def predicting_rows(tree: Tree, starts: np.ndarray) -> np.ndarray:
+    """int64 [n]: for each token of a sample, the index in the pack of the token that predicts it; -1: none does.
+
+    starts: for each document of the sample, the index of its first token in the pack
+    """
+    starts = starts.astype(np.int64)
+    rows = context_parallel.runs(starts, np.diff(tree.starts)) - 1
+    parents = tree.branches.parents
+    rows[tree.starts[:-1]] = np.where(parents < 0, -1, starts[parents] + tree.branches.forks - 1)
+    return rows
 
 
 class Supervision(NamedTuple):

@@ -223,11 +223,11 @@ def test_a_faster_process_takes_the_work_folder_away(
     expected = corpus_of(path, cache=tmp_path / "whole").digest
     read, calls = workers.read_part, []
 
-    def read_part(part: Path, *, has_trees: bool) -> Any:
+    def read_part(part: Path, data: Any) -> Any:
         calls.append(part)
         if len(calls) - 1 == moment:
             shutil.rmtree(part.parent, ignore_errors=True)
-        return read(part, has_trees=has_trees)
+        return read(part, data)
 
     monkeypatch.setattr("sft.data.cache.workers.read_part", read_part)
     monkeypatch.setattr("sft.data.cache.prepare.read_part", read_part)

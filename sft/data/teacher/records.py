@@ -1,0 +1,206 @@
+"""Defines the files of `sft score`, and finds the record of a sample in them by the digest of its tokens.
+
+A file is parquet with one record for each sample, in the order of the samples in the data:
+
+    file            string, the data file or dataset
+    row             int64, the number of the row in the file, as in messages
+    part            int32, the number of the sample among those of the row, from 0
+    input_ids       list<int32>, the tokens of the sample; null if it is a tree, whose tokens are no single text
+    loss_mask       list<float>, the weight of each token, above 0 for supervised tokens; null as input_ids
+    teacher         struct, the key `teacher` of a row (`inline.py`):
+        tokenizer       string, the digest of everything that determines the ids of a text
+        digest          string, the digest of the sample's tokens (`inline.token_digest`)
+        positions       list<int32>, the supervised tokens except the first token, which no token predicts
+        ids             list<list<int32>>, for each of them the k most likely tokens, most likely first
+        logprobs        list<list<float>>, their log-probabilities over the whole vocabulary
+        label_logprobs  list<float>, the log-probability of the supervised token itself
+
+The metadata of the schema have `sft_score`: JSON with format, k, the weights and the digest of the data.  Names of
+columns and their meaning do not change within a format.
+"""
+
+import json
+from bisect import bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sft.data.teacher.distributions import Entries
+from sft.data.teacher.inline import check_tokenizer
+from sft.errors import DataError
+
+FORMAT = "sft score 1"
+METADATA = b"sft_score"
+_FIELDS = ("tokenizer", "digest", "positions", "ids", "logprobs", "label_logprobs")
+
+
+def schema(facts: dict[str, Any]) -> Any:
+    """The Arrow schema of a file.  facts: the further entries of its metadata"""
+    import pyarrow as pa
+
+    numbers, ids = pa.list_(pa.float32()), pa.list_(pa.int32())
+    kinds = pa.string(), pa.string(), ids, pa.list_(ids), pa.list_(numbers), numbers
+    teacher = pa.struct(list(zip(_FIELDS, kinds, strict=True)))
+    columns = [("file", pa.string()), ("row", pa.int64()), ("part", pa.int32()), ("input_ids", ids)]
+    content = json.dumps({"format": FORMAT, **facts}, sort_keys=True)
+    return pa.schema([*columns, ("loss_mask", numbers), ("teacher", teacher)], metadata={METADATA: content})
+
+
+class ScoredSample(NamedTuple):
+    """The scores of a sample: arrays of n tokens, m supervised tokens and k likely tokens each."""
+
+    file: str
+    row: int
+    part: int
+    tokens: np.ndarray | None
+    weights: np.ndarray | None
+    digest: str
+    positions: np.ndarray
+    ids: np.ndarray
+    logprobs: np.ndarray
+    label_logprobs: np.ndarray
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the arrays."""
+        return sum(part.nbytes for part in self if isinstance(part, np.ndarray))
+
+
+def to_batch(samples: Sequence[ScoredSample], tokenizer: str, kind: Any) -> Any:
+    """The Arrow record batch of some samples.  tokenizer: digest; kind: the schema"""
+    import pyarrow as pa
+
+    def lists(arrays: list[np.ndarray | None], of: Any) -> Any:
+        ends = np.cumsum([0, *(0 if array is None else len(array) for array in arrays)]).astype(np.int32)
+        present = [array for array in arrays if array is not None]
+        flat = pa.array(np.concatenate([np.zeros(0, of.to_pandas_dtype()), *present]), of)
+        return pa.ListArray.from_arrays(ends, flat, mask=pa.array([array is None for array in arrays]))
+
+    def nested(arrays: list[np.ndarray], of: Any) -> Any:
+        outer = np.cumsum([0, *map(len, arrays)]).astype(np.int32)
+        width = arrays[0].shape[1]
+        inner = (np.arange(outer[-1] + 1) * width).astype(np.int32)
+        flat = pa.array(np.concatenate([array.ravel() for array in arrays]), of)
+        return pa.ListArray.from_arrays(outer, pa.ListArray.from_arrays(inner, flat))
+
+    columns = [*zip(*samples, strict=True)]
+    file, row, part, tokens, weights, digest, positions, ids, logprobs, labels = map(list, columns)
+    teacher = pa.StructArray.from_arrays(
+        [
+            pa.array([tokenizer] * len(samples)),
+            pa.array(digest),
+            lists(positions, pa.int32()),
+            nested(ids, pa.int32()),
+            nested(logprobs, pa.float32()),
+            lists(labels, pa.float32()),
+        ],
+        fields=list(kind.field("teacher").type),
+    )
+    return pa.RecordBatch.from_arrays(
+        [
+            *(pa.array(file), pa.array(row, pa.int64()), pa.array(part, pa.int32())),
+            *(lists(tokens, pa.int32()), lists(weights, pa.float32()), teacher),
+        ],
+        schema=kind,
+    )
+
+
+class Records:
+    """The records of some files.  Keeps one row group of each file in memory.
+
+    Raises DataError if a file cannot be read, or was not written by `sft score` or with another tokenizer.
+    """
+
+    def __init__(self, files: Sequence[Path], ids_digest: str) -> None:
+        self._files = [_File(file, ids_digest) for file in files]
+        self._where: dict[str, tuple[int, int]] = {}
+        self._rows: dict[int, list[str]] = {}
+        for number, file in enumerate(self._files):
+            for index, (row, digest) in enumerate(file.keys()):
+                self._where.setdefault(digest, (number, index))
+                self._rows.setdefault(row, []).append(digest)
+
+    def find(self, digest: str) -> Entries | None:
+        """The record of the sample with these tokens, or None if there is none.  Raises DataError if it is damaged."""
+        if digest not in self._where:
+            return None
+        number, index = self._where[digest]
+        return self._files[number].entries(index)
+
+    def why_missing(self, row: int) -> str:
+        """Why a sample of the row has no record, for a message.  row: the number of the row"""
+        names = ", ".join(str(file.path) for file in self._files)
+        if others := self._rows.get(row):
+            return (
+                f"{names} has row {row:,} with other tokens (digest {others[0][:12]}).  Its tokens follow from the "
+                "tokenizer, the chat template, data.turns, data.over_long and data.seq_length, and from the text"
+            )
+        return f"{names} has no record of row {row:,}"
+
+
+class _File:
+    """One file of `sft score`."""
+
+    def __init__(self, path: Path, ids_digest: str) -> None:
+        from pyarrow import parquet
+
+        self.path = path
+        self._group: tuple[int, Any] = -1, None
+        with _guarded(path):
+            self._table = parquet.ParquetFile(path)
+            facts = json.loads((self._table.schema_arrow.metadata or {}).get(METADATA, b"{}"))
+            sizes = [self._table.metadata.row_group(i).num_rows for i in range(self._table.num_row_groups)]
+            self._starts = np.cumsum([0, *sizes]).tolist()
+        if facts.get("format") != FORMAT:
+            raise DataError(
+                f"data.teacher.files: {path} is no file of {FORMAT} (its metadata say {facts.get('format')}).  Give a "
+                "file that `sft score` wrote; rows of other programs may have the key teacher instead."
+            )
+        check_tokenizer(facts["tokenizer"], ids_digest, f"data.teacher.files: {path}: ")
+
+    def keys(self) -> list[tuple[int, str]]:
+        """The row and the digest of each record."""
+        with _guarded(self.path):
+            rows = self._table.read(columns=["row"]).column("row").to_pylist()
+            digests = self._table.read(columns=["teacher.digest"]).column("teacher").to_pylist()
+            return list(zip(rows, [entry["digest"] for entry in digests], strict=True))
+
+    def entries(self, index: int) -> Entries:
+        """The distributions of a record."""
+        with _guarded(self.path):
+            number = bisect_right(self._starts, index) - 1
+            if self._group[0] != number:
+                names = [f"teacher.{field}" for field in _FIELDS if field != "tokenizer"]
+                self._group = -1, None  # before the next one is read
+                self._group = number, self._table.read_row_group(number, columns=names).column("teacher")
+            fields = self._group[1][index - self._starts[number]]
+            ids, logprobs = fields["ids"].values, fields["logprobs"].values
+            if not ids.value_lengths().equals(logprobs.value_lengths()):
+                raise ValueError("ids and logprobs have different lengths")
+            return Entries(
+                fields["positions"].values.to_numpy().astype(np.int64),
+                ids.value_lengths().to_numpy().astype(np.int64),
+                ids.flatten().to_numpy().astype(np.int64),
+                logprobs.flatten().to_numpy().astype(np.float64),
+                fields["label_logprobs"].values.to_numpy().astype(np.float64),
+            )
+
+
+class _guarded:
+    """A context that turns every error of pyarrow into a DataError with the name of the file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception) and not isinstance(error, DataError):
+            reason = str(error).strip().splitlines()
+            raise DataError(
+                f"data.teacher.files: {self._path} cannot be read as parquet: "
+                f"{reason[0] if reason else type(error).__name__}.  Score the data again."
+            ) from error

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sft import __version__
-from sft.commands import check, convert, data, evaluate, plan, probe, results, status, train
+from sft.commands import check, convert, data, evaluate, plan, probe, results, score, status, train
 from sft.errors import MAY_SUCCEED, ConfigError, SftError
 from sft.files.atomic_files import explained
 
 _SECONDS_FOR_RANK_0 = 10.0
-_RUNS = (["train"], ["eval"], ["probe"])  # other commands have one process, even if RANK is set
-_COMMANDS = (train, check, plan, status, evaluate, data, probe, convert, results)  # in the order of `sft --help`
+_RUNS = (["train"], ["eval"], ["score"], ["probe"])  # other commands have one process, even if RANK is set
+_COMMANDS = (train, check, plan, status, evaluate, score, data, probe, convert, results)  # in the order of `sft --help`
 
 
 def run() -> NoReturn:

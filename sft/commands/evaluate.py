@@ -1,31 +1,37 @@
 """`sft eval`: scores weights on held-out sets."""
 
 import os
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sft.commands.arguments import read_recipe, recipe_command
 from sft.commands.output import progress
 from sft.errors import ConfigError
 
+if TYPE_CHECKING:
+    from sft.recipe.resolved import Recipe
+
 
 def add(commands: Any) -> None:
     about = "score any weights on data.eval; start it alone, or with torchrun as train"
     command = recipe_command(commands, "eval", evaluate, about)
+    add_source(command)
+    command.add_argument("--json", metavar="FILE", type=Path, help="write the records into FILE (docs/how-to/eval.md)")
+
+
+def add_source(command: ArgumentParser) -> None:
+    """Add the option that names weights."""
     about = (
         "checkpoint, run, Hugging Face model or PEFT folder (default: the newest checkpoint of run.dir, or the start)"
     )
     command.add_argument("--from", metavar="WEIGHTS", dest="source", help=about)
-    command.add_argument("--json", metavar="FILE", type=Path, help="write the records into FILE (docs/how-to/eval.md)")
 
 
 def evaluate(arguments: Namespace) -> None:
     """Run `sft eval`.  Each process of torchrun calls this function."""
-    from sft.hf import hub, hub_weights
     from sft.recipe.layout import launched_world_size, resolve_layout
     from sft.recipe.needs import check_paths
-    from sft.recipe.run_dir import download_weights
 
     recipe = read_recipe(arguments)
     if not recipe.config.data.eval_sets:
@@ -45,6 +51,22 @@ def evaluate(arguments: Namespace) -> None:
         prepare_held_out(recipe.config, tokenizer_of(recipe.config), progress())
 
     source: str | None = arguments.source
+    download(recipe, source)
+
+    from sft.run import environment
+
+    environment.prepare(recipe.config, layout)  # before the next import, which may start CUDA
+
+    from sft.evaluate.held_out import main
+
+    main(recipe, layout, source, file)
+
+
+def download(recipe: "Recipe", source: str | None) -> None:
+    """Download the weights that the recipe or `source` names, where they are on the hub."""
+    from sft.hf import hub, hub_weights
+    from sft.recipe.run_dir import download_weights
+
     if source is None:
         download_weights(recipe)
     elif hub.is_hub_name(source):
@@ -53,11 +75,3 @@ def evaluate(arguments: Namespace) -> None:
         download_weights(recipe, has_adapters=True)
     elif recipe.config.lora.is_used and not (Path(source) / hub.CONFIG).is_file():  # a checkpoint of adapters
         download_weights(recipe)
-
-    from sft.run import environment
-
-    environment.prepare(recipe.config, layout)  # before the next import, which may start CUDA
-
-    from sft.evaluate import main
-
-    main(recipe, layout, source, file)

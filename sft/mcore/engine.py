@@ -118,13 +118,13 @@ class Engine:
         """The loss over the microbatches of all ranks, without gradients.  Arguments: see `train_step`.  Collective."""
         return self._run(microbatches, sources, forward_only=True)
 
-    def measure(self, microbatches: Sequence[Microbatch], *, forward_only: bool) -> list[tuple[Tensor, RowStatistics]]:
+    def measure(self, microbatches: Sequence[Microbatch], *, forward_only: bool, loss: Any = None) -> list[Any]:
         """Run this rank's microbatches forward and, unless `forward_only`, backward; update nothing.
 
         Returns, for each microbatch, the objective and the statistics of its supervised tokens on this rank, on the
-        device.  Only the last pipeline stage has them; other stages return an empty list.  With backward, gradients are
-        set to zero first.  Afterwards `main_grad` has the gradients, reduced over ranks and divided by the denominator
-        of the global batch.
+        device, or what `loss`, which replaces `_loss`, returns third.  Only the last pipeline stage has them; others
+        return an empty list.  With backward, gradients are set to zero first.  Afterwards `main_grad` has the
+        gradients, reduced over ranks and divided by the denominator of the global batch.
         """
         assert self.has_weights, "no weights were loaded or drawn"
         self._mtp_loss.begin()
@@ -136,7 +136,7 @@ class Engine:
             self.optimizer.zero_grad()
             self._set_denominator(microbatches)
         with torch.set_grad_enabled(not forward_only):
-            measured = self._schedule(microbatches, self._loss, forward_only=forward_only)
+            measured = self._schedule(microbatches, loss or self._loss, forward_only=forward_only)
         self._passes.finish()
         return measured
 
@@ -274,7 +274,7 @@ class Engine:
 
         second: hidden states of multi-token prediction.  Their loss is added to the first returned value only
         """
-        targets, shard = Targets.of(mb, hidden.device), self._vocab_shard(chunk)
+        targets, shard = Targets.of(mb, hidden.device), self.vocab_shard(chunk)
         with output_weight_in_use(chunk, until_backward=not self.config.sums_head_in_forward):
             objective, rows = lm_loss(hidden, shard, targets, self.config.loss)
             whole = objective if second is None else objective + self._mtp_loss.term(second, shard, mb)
@@ -293,7 +293,7 @@ class Engine:
         for chunk in chunks:
             chunk.scale_gradients(scale)
 
-    def _vocab_shard(self, chunk: Any) -> VocabShard:
+    def vocab_shard(self, chunk: Any) -> VocabShard:
         return VocabShard.of(
             chunk.module.output_weight(),
             self.vocab_size,

@@ -1,102 +1,53 @@
-"""Scores weights on held-out sets with the code of a run's evaluations.
+"""Loads the weights that a command scores, into an engine without gradients and optimizer.
 
-This module decides which weights are scored, and whether they fit the recipe.  It changes nothing in the run's folder
-except the cache of tokenised data, and takes no lock, so that the checkpoints of a running run can be scored.  The
-engine has no gradients and no optimizer.
+This module decides which weights are scored, and whether they fit the recipe.
 """
 
-import json
-import math
-import sys
-import time
 from pathlib import Path
 
 from sft.checkpoint import folders, resume_setting
-from sft.checkpoint.train_state import installed, model_changes, tokenizer_name
+from sft.checkpoint.train_state import model_changes, tokenizer_name
 from sft.config import Config
 from sft.config.keys import values
 from sft.console import Console
 from sft.data.chat.tokenizer import ChatTokenizer
-from sft.data.pipeline import HeldOutData
-from sft.errors import CheckpointError, ConfigError, DataError, StorageError, TrainingError
-from sft.files.atomic_files import replace_text
+from sft.errors import CheckpointError, ConfigError, DataError
 from sft.hf.hub import CONFIG, is_hub_name
 from sft.hf.pretrained import model_keys, read_pretrained
-from sft.mcore import process_groups
 from sft.mcore.checkpoint_io import safe_reader
 from sft.mcore.engine import Engine
-from sft.metrics.log import MetricsLog
-from sft.metrics.records import Record
-from sft.metrics.run_facts import RunFacts
+from sft.mcore.process_groups import ProcessGroups
 from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
 from sft.parallel.layout import Layout
-from sft.recipe.join import join_ranks
-from sft.recipe.resolved import Recipe
 from sft.recipe.tokenizer import same_ids, tokenizer_of
-from sft.run.evaluation import evaluate
-from sft.run.signals import leave_with_parent
 from sft.weights.lora.initial_adapters import as_in_folder
 from sft.weights.lora.peft.config import CONFIG as ADAPTER_CONFIG
 from sft.weights.run_weights import load_for_reading
 from sft.weights.trained import trained_weights
 
-FORMAT = "sft eval 1"
 
+def load_engine(
+    config: Config,
+    source: str | None,
+    tokenizer: ChatTokenizer,
+    layout: Layout,
+    groups: ProcessGroups,
+    vocab_size: int,
+    console: Console,
+) -> tuple[Engine, str, int]:
+    """An engine that does not train, with the weights that `source` names as in `main`.  Collective.
 
-def main(recipe: Recipe, layout: Layout, source: str | None, json_file: Path | None) -> None:
-    """Score weights on all sets of data.eval, as one rank.  Prints results on stdout, progress on stderr.  Collective.
-
-    source     names the weights: a checkpoint, run, Hugging Face model or PEFT folder; None: the newest checkpoint of
-               the run, or the weights from which the run would start
-    json_file  a file for the records; None: no file is written
-    Raises SftError if the weights cannot be scored.
+    Returns the engine, a text that names the weights, and the step of their checkpoint, or 0.
     """
-    config = recipe.config
-    leave_with_parent()
-    groups = join_ranks(config, layout)
-    console = Console(groups.rank, sys.stderr)
-    tokenizer = tokenizer_of(config)
     checkpoint, text = broadcast_from_rank0(lambda: _chosen(config, source, tokenizer, console), groups.control)
     starts: list[Config] = []
     all_gather_objects(lambda: starts.append(_with_pretrained(text, config)), groups.control)
     (start,) = starts
-    data = HeldOutData(config, tokenizer, recipe.arguments, layout, groups, console)
-    trained = trained_weights(start, data.vocab_size)
-    engine = Engine(start, layout, groups, vocab_size=data.vocab_size, num_steps=1, trained=trained, trains=False)
+    trained = trained_weights(start, vocab_size)
+    engine = Engine(start, layout, groups, vocab_size=vocab_size, num_steps=1, trained=trained, trains=False)
     weights = load_for_reading(engine, start, checkpoint, console)
     step = 0 if checkpoint is None else int(safe_reader.common_state(checkpoint).get("iteration", 0))
-    console.say(f"scoring {weights}")
-    records = score(engine, data, Console(groups.rank, sys.stdout), step)
-    content = {
-        "format": FORMAT,
-        "recipe": recipe.arguments,
-        "weights": weights,
-        "step": step,
-        "layout": layout.sizes,
-        "versions": installed(),
-        "sets": records,
-    }
-    if json_file is not None:
-        broadcast_from_rank0(lambda: _write(json_file, json.dumps(content, indent=1) + "\n"), groups.control)
-    process_groups.stop()
-
-
-def score(engine: Engine, data: HeldOutData, console: Console, step: int) -> dict[str, Record]:
-    """Evaluates each held-out set, and prints a line about it on `console`.  Returns the records by name.  Collective.
-
-    Raises TrainingError if a loss is not finite.
-    """
-    run = RunFacts.of(engine.config, engine.layout, engine.vocab_size)
-    log = MetricsLog(Path(engine.config.run.dir), [], console, run, step=step, num_steps=step)
-    records = {}
-    for name, loader in data.held_out.items():
-        started = time.monotonic()
-        totals = evaluate(engine, loader)
-        assert totals is not None
-        if not math.isfinite(totals.objective):
-            raise TrainingError(f"the held-out loss of {name} after step {step} is {totals.objective}.")
-        records[name] = log.evaluation(step, name, totals, seconds=time.monotonic() - started)
-    return records
+    return engine, weights, step
 
 
 def _chosen(config: Config, source: str | None, tokenizer: ChatTokenizer, console: Console) -> tuple[Path | None, str]:
@@ -206,10 +157,3 @@ def _check_tokenizer(config: Config, name: str, tokenizer: ChatTokenizer, whose:
             f"{whose} the tokenizer {name}, and the recipe uses {config.tokenizer}, which makes other tokens of the "
             f"same text.  Score these weights with data.tokenizer={name}."
         )
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        replace_text(file, text)
-    except OSError as error:
-        raise StorageError(f"--json {file} cannot be written: {error}.") from error

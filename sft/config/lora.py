@@ -26,7 +26,7 @@ class LoraConfig(Section):
     targets: list[str] = [ALL_LINEAR]
     """Modules with adapters, by Hugging Face's names: q_proj, patterns with * and ?, or all-linear (not experts)."""
     target_parameters: list[str] = []
-    """Experts that files hold as one tensor, by PEFT's names: experts.gate_up_proj, experts.down_proj."""
+    """Experts that files hold as one tensor, and their router, by PEFT's names: experts.gate_up_proj, router.weight."""
     exclude: list[str] = []
     """Modules without adapters, although targets names them; names or patterns."""
     rslora: bool = False

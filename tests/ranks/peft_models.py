@@ -15,6 +15,7 @@ from sft.layers.adapters import names_of
 from sft.mcore.engine import Engine
 from sft.mcore.gradients import gradient_chunks
 from sft.mcore.lora import adapted
+from sft.mcore.lora.factors import PREFIX
 from sft.mcore.optimizer import build
 from tests.ranks import scenarios
 from tests.ranks.hf_models import Part, assembled, hf_losses, in_float64, load, parts_of, recipe_of
@@ -59,7 +60,7 @@ def fill(engine: Engine, values: dict[str, torch.Tensor]) -> None:
     used = set()
     with torch.no_grad():
         for shard in adapted.linear_tensors(engine.chunks):
-            name = shard.key.removeprefix(adapted.PREFIX)
+            name = shard.key.removeprefix(PREFIX)
             value = values[name]
             assert tuple(shard.global_shape) == tuple(value.shape), name
             shard.data.copy_(value[tuple(slice(o, o + n) for o, n in zip(shard.global_offset, shard.local_shape))])
@@ -94,7 +95,7 @@ def losses_and_gradients(
 def shapes_of(overrides: list[str]) -> dict[str, tuple[int, ...]]:
     with scenarios.running(overrides) as engine:
         shards = adapted.linear_tensors(engine.chunks)
-        return {shard.key.removeprefix(adapted.PREFIX): tuple(shard.global_shape) for shard in shards}
+        return {shard.key.removeprefix(PREFIX): tuple(shard.global_shape) for shard in shards}
 
 
 def peft_gradients(model: Any, packs: Sequence[Sequence[Sample]]) -> tuple[dict[str, torch.Tensor], float]:
@@ -193,7 +194,7 @@ def whole(results: Sequence[dict[str, Any]], key: str) -> dict[str, torch.Tensor
         if key_of_part in WHOLE:
             found[WHOLE[key_of_part]] = torch.from_numpy(array[: scenarios.VOCAB])
             continue
-        name = key_of_part.removeprefix(adapted.PREFIX)
+        name = key_of_part.removeprefix(PREFIX)
         for linear, part in zip(names_of(name, range(len(array))), array if array.ndim == 3 else [array]):
             found[linear] = torch.from_numpy(part)
     return found

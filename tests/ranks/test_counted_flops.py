@@ -232,7 +232,7 @@ def lora(*targets: str) -> str:
         ("qwen3", 2, [lora("down_proj"), "parallel.tp=2", "parallel.sequence_parallel=true", FULL]),
         ("qwen3_moe", 1, [lora("experts.*", "o_proj")]),
         ("qwen3_moe", 1, [lora("experts.*"), FULL]),
-        ("granitemoe", 1, [lora("o_proj"), "lora.target_parameters=[experts.gate_up_proj]", SELECTIVE]),
+        ("granitemoe", 1, [lora("o_proj"), "lora.target_parameters=[experts.gate_up_proj, router.weight]", SELECTIVE]),
     ],
     ids=str,
 )

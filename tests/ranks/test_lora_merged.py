@@ -25,7 +25,7 @@ from tests.unit.fixtures import hf, vision
 
 LORA = "lora={rank: 3, alpha: 5, lr_ratio: 4, export: merged, %s}"
 EXPERTS = 'targets: [all-linear, "experts.*"]'
-STACKED = "targets: [all-linear], target_parameters: [experts.gate_up_proj, experts.down_proj]"
+STACKED = "targets: [all-linear], target_parameters: [experts.gate_up_proj, experts.down_proj, router.weight]"
 WHOLE = "train_embeddings: true, train_head: true"
 STEPS = 2
 
@@ -84,6 +84,7 @@ def test_merged_weights_have_the_losses_of_the_run(
         *(f"in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
         *(("experts.gate_up_proj", "experts.down_proj") if keys == STACKED else ()),
         *(("input_linear.weight", "output_linear.weight") if keys == STACKED else ()),
+        *(("router.weight", "router.layer.weight") if keys == STACKED else ()),
         *(("embed_tokens.weight", "lm_head.weight") if keys == WHOLE else ()),
     )
     assert moved == {name for name in before if name.endswith(ends) and "visual" not in name}

@@ -65,6 +65,7 @@ class Router(TopKRouter):
         if moe.correction_bias:
             del self.expert_bias  # core's name, under which checkpoints hold it
             self.register_buffer("expert_bias", self.weight.new_zeros(self.num_experts, dtype=torch.float32))
+        self.adapter: Any = None  # a module: tokens [t, h] -> a term of the logits [t, experts]; None: there is none
         self.loss_scale = 1.0  # argument of `begin` for the current step
         self.totals: Tensor | None = None  # float64 [experts + 4], statistics of this rank in this step
 
@@ -102,7 +103,7 @@ class Router(TopKRouter):
     def _logits(self, tokens: Tensor, weight: Tensor | None = None) -> Tensor:
         """The scores before softmax or sigmoid: [t, h] -> [t, experts].  weight: None: the router's own weight"""
         logits: Tensor = _Logits.apply(tokens, self.weight if weight is None else weight, self.bias)
-        return logits
+        return logits if self.adapter is None else logits + self.adapter(tokens)
 
     def _scaled(self, routing: "Routing") -> "Routing":
         """Return the routing unchanged; `NormedRouter` scales the weights of experts here."""

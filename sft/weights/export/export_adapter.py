@@ -20,7 +20,7 @@ from sft.weights.atomic_folder import copy_companions
 from sft.weights.export.model_card import write_model_card
 from sft.weights.export.original import describe_tokenizer, find_original
 from sft.weights.export.stored_adapters import A, B, StoredAdapters
-from sft.weights.lora.parameters import stacked_parameters
+from sft.weights.lora.parameters import adapter_name, parameters
 from sft.weights.lora.peft import folder as peft_folder
 from sft.weights.lora.peft.config import AdapterConfig
 from sft.weights.lora.peft.folder import Contents
@@ -52,20 +52,23 @@ class _Modules:
 
         Raises CheckpointError if the base model has no such tensor of stacked experts.
         """
-        name_of = {module_of(f"{name}.weight", has_vision=has_vision): name for name in adapters.shapes}
-        known = stacked_parameters(base.family.mappings(base.model, 0), has_vision=has_vision)
-        stacks = {name: mapping for name, mapping in known.items() if mapping.sources[0].name in adapters.stacks}
-        if unknown := sorted(adapters.stacks.keys() - {mapping.sources[0].name for mapping in stacks.values()}):
+        known = parameters(base.family.mappings(base.model, 0), has_vision=has_vision)
+        stored = {*adapters.shapes, *(f"{tensor}.*" for tensor in adapters.stacks)}
+        chosen = {name: mapping for name, mapping in known.items() if adapter_name(mapping) in stored}
+        of_parameters = {adapter_name(mapping): wrapper_of(name, chosen) for name, mapping in chosen.items()}
+        if unknown := sorted(tensor for tensor in adapters.stacks if f"{tensor}.*" not in of_parameters):
             raise CheckpointError(f"The base model has no tensor {unknown[0]}, of which the checkpoint has adapters.")
-        stack_of = {wrapper_of(name, stacks): mapping for name, mapping in stacks.items()}
+        modules = {name: module_of(f"{name}.weight", has_vision=has_vision) for name in adapters.shapes}
+        name_of = {of_parameters.get(name, module): name for name, module in modules.items()}
+        stack_of = {of_parameters[adapter_name(m)]: m for m in chosen.values() if m.expert is not None}
         sizes = {module: adapters.stacks[mapping.sources[0].name] for module, mapping in stack_of.items()}
         shapes = {module: adapters.shapes[name] for module, name in name_of.items()}
         return cls(
             name_of=name_of,
             stack_of=stack_of,
             shapes=shapes | {module: (num_rows, num_columns) for module, (_, num_rows, num_columns) in sizes.items()},
-            num_experts={module: count for module, (count, _, _) in sizes.items()},
-            target_parameters=tuple(target_parameters(stacks, known.keys() - stacks.keys())),
+            num_experts={module: sizes[module][0] if module in sizes else 1 for module in of_parameters.values()},
+            target_parameters=tuple(target_parameters(chosen, known.keys() - chosen.keys())),
         )
 
 

@@ -8,7 +8,7 @@ import torch
 
 from sft.errors import CheckpointError
 from sft.layers.adapters import Adapter, names_of
-from sft.mcore.lora.adapted import PREFIX
+from sft.mcore.lora.factors import PREFIX
 from sft.weights.torch_dist import TorchDistReader
 
 A, B = ".lora_A.weight", ".lora_B.weight"

@@ -19,7 +19,7 @@ from sft.hf.model_family import model_family
 from sft.layers.adapters import EMBEDDING, HEAD, Trained, names_of
 from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.engine import Engine, weights_changed
-from sft.mcore.lora import adapted, freeze
+from sft.mcore.lora import adapted, factors, freeze
 from sft.mcore.sharding.parts import held
 from sft.parallel.collectives import all_gather_objects
 from sft.weights.lora import merged_adapters
@@ -271,5 +271,5 @@ def _parts(engine: Engine, opened: Opened) -> Iterator[folder.AdapterPart]:
 
 def _name_and_factor(key: str) -> tuple[str, str]:
     """The name of an adapter and of one of its factors: adapter.a.q_proj.lora_A.weight -> a.q_proj, lora_A"""
-    name, _, factor = key.removeprefix(adapted.PREFIX).removesuffix(".weight").rpartition(".")
+    name, _, factor = key.removeprefix(factors.PREFIX).removesuffix(".weight").rpartition(".")
     return name, factor

@@ -7,7 +7,7 @@ from sft.config import Config
 from sft.errors import CheckpointError
 from sft.hf.family import Family, TensorMapping
 from sft.hf.tensor_check import fold_by_layer
-from sft.weights.lora.parameters import STACKED, is_target, stacked_parameters
+from sft.weights.lora.parameters import STACKED, adapter_name, is_target, parameters
 from sft.weights.lora.peft import folder
 from sft.weights.lora.peft.stacked import target_parameters, wrapper_of
 from sft.weights.lora.peft.targets import module_of, target_modules
@@ -46,21 +46,29 @@ def match(source: str, adapter: folder.PeftAdapter, family: Family, config: Conf
         if linear := linear_of.get(module_of(module, has_vision=has_vision)):
             by_name.setdefault(linear, module)
     targets = target_modules(by_name, linears - by_name.keys())
-    known = stacked_parameters(family.mappings(config.model, 0), has_vision=has_vision)
+    known = parameters(family.mappings(config.model, 0), has_vision=has_vision)
     asked = adapter.contents.config.target_parameters
     chosen = {name: mapping for name, mapping in known.items() if any(is_target(target, name) for target in asked)}
-    stacks = {f"{mapping.sources[0].name}.*": mapping for mapping in chosen.values()}
-    stored = {module_of(module, has_vision=has_vision): module for module in adapter.contents.num_experts}
-    wrappers = {stack: wrapper_of(name, chosen) for stack, name in zip(stacks, chosen)}
+    if unknown := [target for target in asked if known and not any(is_target(target, name) for name in known)]:
+        raise CheckpointError(
+            f"{source} has target_parameters = {unknown[0]}, but this trainer adapts no parameter of this name in this "
+            "model.  Use an adapter of the model that model.hf names."
+        )
+    stored = {module_of(module, has_vision=has_vision): module for module in modules}
+    wrappers = {adapter_name(mapping): wrapper_of(name, chosen) for name, mapping in chosen.items()}
     if missing := sorted({*wrappers.values()} - stored.keys()):
         raise CheckpointError(f"{source} has no factors of {shown(missing)}, which its target_parameters names.")
-    by_name |= {stack: stored[wrapper] for stack, wrapper in wrappers.items()}
-    if adapter.contents.num_experts and not known:
-        raise CheckpointError(
-            f"{source} has adapters of stacked experts (target_parameters), in which gate and up share one factor A, "
-            "but the files of this model hold one tensor for each expert, and here each of them has its own factors.  "
-            "Use an adapter of single experts."
+    by_name |= {name: stored[wrapper] for name, wrapper in wrappers.items()}
+    stacks = {adapter_name(mapping): mapping for mapping in chosen.values() if mapping.expert is not None}
+    if asked and not known:
+        is_single = "expert" in kinds.values()
+        why = (
+            "the files of this model hold one tensor for each expert, and here each of them has its own factors, while "
+            "target_parameters gives gate and up one factor A.  Use an adapter of single experts"
+            if is_single
+            else "the files of this model hold no experts as one tensor.  Use an adapter of the model of model.hf"
         )
+        raise CheckpointError(f"{source} has adapters of parameters (target_parameters = {asked[0]}), but {why}.")
     if unknown := sorted(modules - {*by_name.values()}):
         raise CheckpointError(
             f"{source} has adapters of {shown(unknown)}, but this trainer adapts no Linears of these names in this "

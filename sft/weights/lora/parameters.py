@@ -1,10 +1,11 @@
-"""Selects the experts that LoRA adapts in models whose files hold all experts of a layer as one tensor.
+"""Selects the parameters that LoRA adapts: experts that files hold as one tensor, and the routers of such models.
 
     lora.target_parameters: [experts.gate_up_proj]
 
 In transformers, such a tensor is a parameter [experts, in, out] or [experts, out, in] of a module, and no Linear.  PEFT
-adapts it by `target_parameters`: every expert has its own factors, and gate and up of an expert share one factor A.  As
-in PEFT, a target is the name of a parameter, or the end of its name after a dot.
+adapts it by `target_parameters`: every expert has its own factors, and gate and up of an expert share one factor A.  A
+router's weight [experts, in] has one pair of factors.  As in PEFT, a target is the name of a parameter, or the end of
+its name after a dot.
 """
 
 import difflib
@@ -32,16 +33,37 @@ def kind_of_stack(mapping: TensorMapping) -> str | None:
     return STACKED
 
 
-def stacked_parameters(mappings: Iterable[TensorMapping], *, has_vision: bool) -> dict[str, TensorMapping]:
-    """The parameters that `lora.target_parameters` can name: name in transformers -> mapping of the first expert.
+def parameters(mappings: Iterable[TensorMapping], *, has_vision: bool) -> dict[str, TensorMapping]:
+    """The parameters that `lora.target_parameters` can name: name in transformers -> mapping.
 
+    These are stacked experts, whose mapping is that of the first expert, and the routers of models with such experts.
     mappings: those of all tensors of the model; has_vision: whether the model has a vision tower
     """
+    mappings = list(mappings)
+    if not any(map(_is_stack, mappings)):
+        return {}
     return {
         parameter_of(mapping.sources[0].name, has_vision=has_vision): mapping
         for mapping in mappings
-        if mapping.expert == 0 and len(mapping.row_shape) == 1 and kind_of_stack(mapping) == STACKED
+        if _is_stack(mapping) or _is_router(mapping)
     }
+
+
+def _is_stack(mapping: TensorMapping) -> bool:
+    """Whether the mapping is that of the first of stacked experts."""
+    return mapping.expert == 0 and len(mapping.row_shape) == 1 and kind_of_stack(mapping) == STACKED
+
+
+def _is_router(mapping: TensorMapping) -> bool:
+    """Whether the mapping is that of a router's weight which is a parameter, and no Linear, in transformers."""
+    is_router = mapping.layer is not None and mapping.parameter.endswith(".mlp.router.weight")
+    return is_router and not mapping.sources[0].name.endswith(".proj.weight")  # Gemma 4 has a Linear
+
+
+def adapter_name(mapping: TensorMapping) -> str:
+    """The name of the adapter (`Adapter.name`) of a parameter.  mapping: as in `parameters`"""
+    name = mapping.sources[0].name
+    return name.removesuffix(".weight") if mapping.expert is None else f"{name}.*"
 
 
 def is_target(target: str, parameter: str) -> bool:
@@ -49,37 +71,39 @@ def is_target(target: str, parameter: str) -> bool:
     return parameter == target or parameter.endswith(f".{target}")
 
 
-def selected_tensors(lora: LoraConfig, model: ModelConfig, mappings: Iterable[TensorMapping]) -> list[str]:
-    """The names in files of the tensors that `lora.target_parameters` selects.
+def selected(lora: LoraConfig, model: ModelConfig, mappings: Iterable[TensorMapping]) -> dict[str, TensorMapping]:
+    """The parameters that `lora.target_parameters` selects: name of the adapter -> mapping, as in `parameters`.
 
-    mappings: those of the model's linear layers
+    mappings: those of all tensors of the model
     Raises ConfigError if a target matches no parameter.
     """
     if not lora.target_parameters:
-        return []
+        return {}
     mappings, family = list(mappings), model_family(model)
     has_vision = family is not None and family.text_config != "none"
-    known = stacked_parameters(mappings, has_vision=has_vision)
-    chosen = dict[str, None]()
+    known = parameters(mappings, has_vision=has_vision)
+    chosen = dict[str, TensorMapping]()
     for target in lora.target_parameters:
         matches = [mapping for name, mapping in known.items() if is_target(target, name)]
         if not matches:
             raise ConfigError(_unmatched(target, list(known), mappings))
-        chosen |= dict.fromkeys(mapping.sources[0].name for mapping in matches)
-    return list(chosen)
+        chosen |= {adapter_name(mapping): mapping for mapping in matches}
+    return chosen
 
 
 def _unmatched(target: str, known: list[str], mappings: Iterable[TensorMapping]) -> str:
     """Why the target names no parameter that can have an adapter, and what would work.  known: all such parameters"""
     named = f"lora.target_parameters names {target!r}, but"
-    linears = [mapping.sources[0].name for mapping in mappings if mapping.expert is None]
+    routers = {mapping.sources[0].name for mapping in mappings if mapping.parameter.endswith(".mlp.router.weight")}
+    if any(is_target(target, name) for name in routers):
+        return (
+            f"{named} the routers of this model have no adapters here: only models whose files hold all experts of a "
+            "layer as one tensor have them, if the router is no Linear.  Remove this name."
+        )
+    matrices = [mapping for mapping in mappings if mapping.expert is None and len(mapping.row_shape) == 1]
+    linears = {view.name for mapping in matrices if mapping.layer is not None for view in mapping.sources} - routers
     if any(is_target(target, name) or is_target(f"{target}.weight", name) for name in linears):
         return f"{named} this is a Linear.  Name it in lora.targets: {target.removesuffix('.weight')}."
-    if "router" in target or target.endswith("gate.weight"):
-        return (
-            f"{named} routers have no adapters here: a router multiplies in fp32, outside of a linear layer.  Remove "
-            "this name."
-        )
     if not known:
         if any(mapping.expert is not None and kind_of_stack(mapping) is None for mapping in mappings):
             return (

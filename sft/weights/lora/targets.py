@@ -20,7 +20,7 @@ from sft.hf.model_family import model_family
 from sft.hf.tensor_view import HfView
 from sft.layers.adapters import AdaptedWeight, Adapter, names_of
 from sft.layers.weights import is_of_layer, weight_of
-from sft.weights.lora.parameters import STACKED, kind_of_stack, selected_tensors
+from sft.weights.lora.parameters import STACKED, kind_of_stack, selected
 from sft.weights.lora.peft.targets import is_refused, lost_by_peft
 
 _WEIGHT = ".weight"
@@ -51,6 +51,7 @@ def select(lora: LoraConfig, model: ModelConfig, mappings: Iterable[TensorMappin
 
     Raises ConfigError if a target matches nothing, or matches a Linear that cannot have an adapter.
     """
+    mappings = list(mappings)
     linears = _of_linears(mappings)
     kinds = _kinds(linears)
     chosen = _chosen(lora, kinds)
@@ -60,10 +61,12 @@ def select(lora: LoraConfig, model: ModelConfig, mappings: Iterable[TensorMappin
             kind = "the files of this model hold all experts of a layer in one tensor, which is no Linear"
             way = "lora.target_parameters adapts it, for example [experts.gate_up_proj, experts.down_proj]"
         raise ConfigError(f"LoRA cannot adapt {refused[0]}: {kind}.  {way}.")
-    chosen |= {f"{tensor}.*" for tensor in selected_tensors(lora, model, linears)}
+    parameters = selected(lora, model, mappings)
+    chosen |= parameters.keys()
+    adaptable = {id(mapping) for mapping in (*linears, *parameters.values())}
     by_parameter: dict[tuple[str, int | None], list[TensorMapping]] = {}
-    for mapping in linears:
-        if not mapping.expert:  # one expert stands for all
+    for mapping in mappings:
+        if id(mapping) in adaptable and not mapping.expert:  # one expert stands for all
             by_parameter.setdefault((mapping.parameter, mapping.layer), []).append(mapping)
     weights = (_adapted(of_parameter, model, chosen) for of_parameter in by_parameter.values())
     return [weight for weight in weights if weight.adapters]

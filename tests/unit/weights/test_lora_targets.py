@@ -160,12 +160,16 @@ def test_refusals(tmp_path: Path, family: str, targets: list[str], exclude: list
         (
             *("gpt_oss", ["experts.gate_up"]),
             "this model has no such parameter.  Nearest: experts.gate_up_proj.  It has experts.down_proj, "
-            "experts.gate_up_proj, for example model.layers.0.mlp.experts.gate_up_proj.",
+            "experts.gate_up_proj, router.weight, for example model.layers.0.mlp.router.weight.",
         ),
         ("gpt_oss", ["layers.9.experts.down_proj"], "this model has no such parameter.  Nearest: experts.down_proj."),
-        ("gpt_oss", ["router.weight"], "routers have no adapters here: a router multiplies in fp32, outside of a li"),
+        (
+            *("qwen3_moe", ["mlp.gate.weight"]),
+            "the routers of this model have no adapters here: only models whose files hold all experts of a layer as "
+            "one tensor have them, if the router is no Linear.  Remove this name.",
+        ),
         ("gpt_oss", ["q_proj.weight"], "this is a Linear.  Name it in lora.targets: q_proj."),
-        ("gpt_oss", ["self_attn.q_proj"], "this is a Linear.  Name it in lora.targets: self_attn.q_proj."),
+        ("gpt_oss", ["self_attn.k_proj"], "this is a Linear.  Name it in lora.targets: self_attn.k_proj."),
         (
             *("qwen3_moe", ["experts.gate_up_proj"]),
             "the files of this model hold one tensor for each expert, so each expert has its own adapters.  Name them "

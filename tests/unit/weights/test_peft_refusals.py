@@ -71,8 +71,8 @@ def test_the_folder_of_these_tests_is_read(folder: Path) -> None:
         ),
         (
             "target_parameters",
-            ["experts.down_proj"],
-            'target_parameters = ["experts.down_proj"] is not supported: its file has no factors of stacked experts',
+            "experts.down_proj",
+            'target_parameters = "experts.down_proj" is not supported: it is no list of names',
         ),
         ("layers_to_transform", [1], "layers_to_transform = [1] is not supported: name the layers in target_modules"),
         ("layer_replication", [[0, 2], [0, 2]], "layer_replication = [[0, 2], [0, 2]] is not supported: it repeats"),

@@ -24,7 +24,7 @@ from sft.weights.lora.peft.stacked import (
     wrapper_of,
 )
 from sft.weights.trained import trained_weights
-from tests.unit.fixtures import hf, peft
+from tests.unit.fixtures import hf, peft, vision
 
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 RECIPE = """
@@ -33,7 +33,7 @@ model: {{hf: {folder}/model}}
 data: {{train: {folder}/chat.jsonl, tokenizer: byte, seq_length: 256}}
 train: {{num_steps: 2, global_batch_size: 2}}
 optim: {{lr: 1e-2, schedule: constant}}
-lora: {{rank: 4, alpha: 12, targets: [q_proj], {more}, init_from: {folder}/adapter}}
+lora: {{rank: 4, alpha: 12, {more}, init_from: {folder}/adapter}}
 """
 INNER = "base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight"
 FOLDED = INNER.replace("layers.0", "layers.*")
@@ -63,16 +63,43 @@ def test_a_folder_of_peft(tmp_path: Path) -> None:
     assert contents.modules[block] == (hf.WIDTH, hf.EXPERT_FFN)
     assert contents.num_experts[block] == contents.num_experts[f"{block}.base_layer"] == hf.EXPERTS
     assert contents.config.target_parameters == ("experts.down_proj", "experts.gate_up_proj")
-    config = config_of(tmp_path, "target_parameters: [experts.gate_up_proj, experts.down_proj]")
+    config = config_of(tmp_path, "targets: [q_proj], target_parameters: [experts.gate_up_proj, experts.down_proj]")
     assert described(config).startswith(f"{adapter}: 6 adapters of rank 4; ")
     found = as_in_folder(config.model_copy(update={"lora": LoraConfig()}), str(adapter))
     assert found == config.lora.model_copy(update={"target_parameters": sorted(BOTH)})
 
 
+@pytest.mark.parametrize(
+    "family,router",
+    [
+        ("gpt_oss", "router.weight"),
+        ("gemma4_text", None),  # a Linear
+        ("granitemoe", "router.weight"),
+        ("granitemoe_swa", "router.weight"),
+        ("granitemoehybrid", "router.weight"),
+        ("mistral4", "gate.weight"),
+        ("qwen3_vl_moe", "gate.weight"),
+    ],
+)
+def test_names_and_shapes_are_those_of_peft(tmp_path: Path, family: str, router: str | None) -> None:
+    models: Any = vision if family in vision.VISION else hf
+    fields: dict[str, Any] = hf.GEMMA4_MIXTURE if family == "gemma4_text" else {}
+    models.save(tmp_path / "model", family, **fields)
+    named = [*BOTH, *([router] if router else [])]
+    model = peft.adapted(models.load(tmp_path / "model"), target_modules=["o_proj"], target_parameters=named)
+    model.save_pretrained(tmp_path / "adapter")
+    more = f"targets: [o_proj], target_parameters: [{', '.join(named)}]"
+    config = config_of(tmp_path, more)
+    count = sum(name.endswith("lora_A.weight") for name in hf.tensors(tmp_path / "adapter"))
+    assert described(config).startswith(f"{tmp_path}/adapter: {count} adapters of rank 4; ")
+    found = as_in_folder(config.model_copy(update={"lora": LoraConfig()}), str(tmp_path / "adapter"))
+    assert (found.targets, found.target_parameters) == (["o_proj"], sorted(named))
+
+
 def test_a_recipe_with_other_parameters(tmp_path: Path) -> None:
     adapter = written(tmp_path, "granitemoe", ["layers.1.block_sparse_moe.experts.down_proj"])
     with pytest.raises(ConfigError) as error:
-        described(config_of(tmp_path, "target_parameters: [down_proj]"))
+        described(config_of(tmp_path, "targets: [q_proj], target_parameters: [down_proj]"))
     assert str(error.value).startswith(f"{adapter} has other adapters than the recipe: the folder has none of ")
     ends = "lora.targets=[q_proj] lora.exclude=[] lora.target_parameters=[1.block_sparse_moe.experts.down_proj]."
     assert str(error.value).endswith(f"To continue those of the folder: {ends}"), error.value
@@ -94,7 +121,9 @@ def test_folders_that_cannot_be_continued(
 ) -> None:
     peft.rewrite(written(tmp_path, "gpt_oss", BOTH), tensors, **options)
     with pytest.raises(CheckpointError) as error:
-        described(config_of(tmp_path, "target_parameters: [experts.gate_up_proj, experts.down_proj]"))
+        described(
+            config_of(tmp_path, "targets: [q_proj], target_parameters: [experts.gate_up_proj, experts.down_proj]")
+        )
     assert reason in str(error.value)
 
 
@@ -102,11 +131,11 @@ def test_experts_that_files_hold_one_by_one(tmp_path: Path) -> None:
     """transformers stacks them, so PEFT can train them with target_parameters, but with one A for gate and up."""
     adapter = written(tmp_path, "qwen3_moe", BOTH)
     with pytest.raises(CheckpointError) as error:
-        described(config_of(tmp_path, "rslora: false"))
+        described(config_of(tmp_path, "targets: [q_proj]"))
     assert str(error.value) == (
-        f"{adapter} has adapters of stacked experts (target_parameters), in which gate and up share one factor A, but "
-        "the files of this model hold one tensor for each expert, and here each of them has its own factors.  Use an "
-        "adapter of single experts."
+        f"{adapter} has adapters of parameters (target_parameters = experts.down_proj), but the files of this model "
+        "hold one tensor for each expert, and here each of them has its own factors, while target_parameters gives "
+        "gate and up one factor A.  Use an adapter of single experts."
     )
 
 

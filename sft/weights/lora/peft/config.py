@@ -31,7 +31,7 @@ _WHY = {
     "use_bdlora": "its factors are block-diagonal",
     "rank_pattern": "adapters of different ranks are not supported",
     "alpha_pattern": "adapters of different scales are not supported",
-    "target_parameters": "its file has no factors of stacked experts",
+    "target_parameters": "it is no list of names",
     "layers_to_transform": "name the layers in target_modules",
     "layer_replication": "it repeats layers of the base model",
     "lora_bias": "biases are not trained",
@@ -110,21 +110,19 @@ def modules_to_save(content: Mapping[str, Any]) -> list[str]:
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
-def parsed(
-    content: Mapping[str, Any], adapted: Iterable[str], *, has_stacks: bool
-) -> tuple[AdapterConfig | None, list[str]]:
+def parsed(content: Mapping[str, Any], adapted: Iterable[str]) -> tuple[AdapterConfig | None, list[str]]:
     """The configuration in `content`, and all reasons why this trainer cannot continue the adapter.
 
     The configuration is None if an option is not supported or has a wrong value.
     content: content of adapter_config.json; adapted: the modules with adapters
-    has_stacks: whether some of these have factors of stacked experts
     """
     problems = [*_unsupported(content), *_wrong(content)]
     if problems:
         return None, problems
     rank, alpha = content["r"], float(content["lora_alpha"])
-    parameters = content.get("target_parameters") if has_stacks else None
-    is_known = isinstance(parameters, list) and all(isinstance(name, str) for name in parameters)
+    ours, named = expert_options(adapted, rank, alpha), content.get("target_parameters")
+    is_list = isinstance(named, list) and all(isinstance(name, str) for name in named)
+    parameters = sorted(named) if is_list and named else []
     config = AdapterConfig(
         rank=rank,
         alpha=alpha,
@@ -133,9 +131,8 @@ def parsed(
         base=content.get("base_model_name_or_path"),
         revision=content.get("revision"),
         tied=bool(content.get("ensure_weight_tying")),
-        target_parameters=tuple(sorted(parameters)) if is_known and parameters else (),
+        target_parameters=() if parameters == ours.get("target_parameters") else tuple(parameters),
     )
-    ours = expert_options(adapted, rank, alpha)
     for option in ("target_parameters", "rank_pattern", "alpha_pattern"):
         if option == "target_parameters" and config.target_parameters:
             continue

@@ -40,7 +40,8 @@ class Contents:
 
     config: AdapterConfig
     modules: Mapping[str, tuple[int, int]]  # module with an adapter -> shape (out, in) of its weight
-    num_experts: Mapping[str, int] = field(default_factory=dict)  # module that holds the weights of several experts
+    # Module whose weight is a parameter in target_parameters -> number of experts; 1 for a router.
+    num_experts: Mapping[str, int] = field(default_factory=dict)
     saved: Mapping[str, Shape] = field(default_factory=dict)  # module whose weight is trained whole -> its shape
 
     def shapes(self) -> dict[str, Shape]:
@@ -191,7 +192,7 @@ def read(folder: Path) -> PeftAdapter:
         if key.startswith(_PREFIX) and key.endswith(suffix)
     }
     num_experts = _num_experts(content, shapes, adapted)
-    config, unsupported = parsed(content, adapted, has_stacks=bool(num_experts))
+    config, unsupported = parsed(content, adapted)
     keys = {key for module in adapted for key in (key_of_a(module), key_of_b(module))}
     names = {*modules_to_save(content)}
     tied = {"lm_head"} if names and content.get("ensure_weight_tying") else set()  # PEFT trains a tied output weight

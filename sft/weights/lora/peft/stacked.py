@@ -21,17 +21,20 @@ from sft.weights.lora.peft.targets import endings, module_of
 _INNER, _OUTER = "gate_up_proj", "down_proj"
 # Files of Granite have other names than transformers.
 _GRANITE = {"input_linear.weight": f"experts.{_INNER}", "output_linear.weight": f"experts.{_OUTER}"}
+_GRANITE |= {"router.layer.weight": "router.weight"}
 _RENAMED = re.compile("|".join(f"{re.escape(name)}$" for name in _GRANITE))
 
 
 def parameter_of(tensor: str, *, has_vision: bool = False) -> str:
-    """The name that transformers 5 gives a parameter with the matrices of all experts.
+    """The name that transformers 5 gives a parameter with the matrices of all experts, or the weight of a router.
 
     tensor: its name in files; has_vision: whether the model has a vision tower
     model.layers.0.mlp.experts.gate_up_proj -> itself
     model.layers.0.block_sparse_moe.input_linear.weight -> model.layers.0.block_sparse_moe.experts.gate_up_proj
     """
-    return module_of(_RENAMED.sub(lambda match: _GRANITE[match[0]], tensor), has_vision=has_vision)
+    renamed = _RENAMED.sub(lambda match: _GRANITE[match[0]], tensor)
+    ending = ".weight" if renamed.endswith(".weight") else ""
+    return module_of(renamed, has_vision=has_vision) + ending
 
 
 def wrapper_of(parameter: str, adapted: Collection[str]) -> str:

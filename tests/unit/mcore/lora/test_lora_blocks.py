@@ -8,7 +8,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from sft.layers.adapters import AdaptedWeight, Adapter
-from sft.mcore.lora.adapted import Factors
+from sft.mcore.lora.factors import Factors
 from sft.mcore.lora.split import Split
 
 ADAPTER = Adapter(name="q_proj", parts=(0, 1), num_blocks=4)

@@ -1,0 +1,37 @@
+"""Adds an adapter to the logits of a router, whose weight is no linear layer: logits + scale * B (A x).
+
+A router computes logits in fp32.  The product of A and the tokens is in the tokens' type, and that of B is in fp32.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sft.config.lora import LoraConfig
+from sft.layers.adapters import AdaptedWeight
+from sft.mcore.lora.factors import Factors
+from sft.mcore.lora.split import Split
+
+
+class RouterAdapter(torch.nn.Module):
+    """The adapter of a router.  Every rank of tp holds both factors, and computes the logits of its own tokens.
+
+    weight, split: those of the router's weight; like: the weight, whose type the factors get
+    """
+
+    def __init__(self, weight: AdaptedWeight, split: Split, lora: LoraConfig, like: Tensor) -> None:
+        super().__init__()
+        assert lora.rank is not None
+        (adapter,) = weight.adapters
+        self.factors, self.scale = Factors(adapter, weight, lora.rank, split, like), lora.scale
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The term of the logits: tokens [t, h] -> [t, experts], in fp32, or in float64 if the tokens are float64."""
+        a, b = self.factors.a, self.factors.b[0]
+        wide = torch.promote_types(tokens.dtype, torch.float32)
+        return self.scale * ((tokens @ a.t()).to(wide) @ b.to(wide).t())
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Nothing: `Factors.leaves` describes the factors."""
+        return {}

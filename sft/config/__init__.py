@@ -129,6 +129,12 @@ class Config(Section):
                 "needs run.precision = bf16 and parallel.distributed_optimizer = true, because otherwise "
                 "megatron-core's hybrid optimizer does not update all weights; set both, or offload_fraction = 0"
             )
+        names = self.data.train if isinstance(self.data.train, dict) else ()
+        if unknown := [name for name in self.loss.distill.by_source if name not in names]:
+            yield "loss.distill.by_source", (
+                f"names {unknown[0]}, but data.train has {', '.join(names) or 'no named sources'}; name a source of "
+                "data.train"
+            )
         yield from self._conflicts_of_turns()
         if no_cuda and not self.attention.may_be_portable:
             yield "attention.backend", "needs CUDA, and run.device is cpu; use portable or auto"

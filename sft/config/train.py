@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from sft.config.distill import DistillConfig
 from sft.config.section import Fraction, NonNegative, Positive, Section
 
 FP32 = 4  # bytes of an element
@@ -93,6 +94,8 @@ class LossConfig(Section):
     them."""
     entropy: bool = False
     """Log the mean entropy of supervised tokens, without a gradient, even if entropy_coef is 0."""
+    distill: DistillConfig = DistillConfig()
+    """Learning from a teacher's distributions of the next token, which the data have (docs/concepts/distill.md)."""
 
     @property
     def weighing(self) -> str:

@@ -30,7 +30,9 @@ from sft.mcore.backends.selection import choose_alike
 from sft.mcore.experts import router
 from sft.mcore.experts.documents import numbered
 from sft.mcore.loss import RowStatistics, Targets, VocabShard, lm_loss
+from sft.mcore.loss.measured import supervised_tokens
 from sft.mcore.loss.mtp import MtpLoss, next_tokens
+from sft.mcore.loss.teacher import TeacherWeights
 from sft.mcore.model import chunks as model
 from sft.mcore.model.gpt import Hidden, reduce_shared_embedding
 from sft.mcore.model.mixers import packed_documents
@@ -38,7 +40,7 @@ from sft.mcore.optimizer import build, host_threads
 from sft.mcore.process_groups import ProcessGroups
 from sft.mcore.progress import PassProgress, named
 from sft.mcore.sharding.model import leave_groups, output_weight_in_use
-from sft.metrics.accumulator import Accumulator, SupervisedTokens
+from sft.metrics.accumulator import Accumulator
 from sft.metrics.totals import ExpertLoad, StepResult, Totals
 from sft.parallel.cp_bytes import CpBytes
 from sft.parallel.layout import Layout
@@ -83,7 +85,7 @@ class Engine:
         self._progress = progress
         self._passes = PassProgress(progress, torch.cuda.Event if groups.device.type == "cuda" else None)
         self._denominator = 0.0  # denominator of the global batch of this step
-        self._mtp_loss = MtpLoss(config)
+        self._mtp_loss, self._teacher_weights = MtpLoss(config), TeacherWeights(config)
         self.local_losses: list[float] = []
 
     def train_step(
@@ -94,6 +96,7 @@ class Engine:
         microbatches: those of this data-parallel rank; sources: names of the sources, for the loss of each source
         data_wait_s: seconds that this rank waited for data
         """
+        self._teacher_weights.begin(self.scheduler.num_steps, microbatches)
         totals = self._run(microbatches, sources, data_wait_s=data_wait_s, forward_only=False)
         self._progress("update of the weights")
         self.scheduler.step(1)
@@ -152,19 +155,12 @@ class Engine:
         # between them.
         measured = self.measure(microbatches, forward_only=forward_only)
         accumulator = self._accumulator(sources)
-        rows_on_cpu = (rows.by_text(mb.target_counts) for mb, (_, rows) in zip(microbatches, measured))
+        denominator = self.config.loss.denominator
         tokens = [
-            SupervisedTokens(  # copied to the CPU
-                objective=objective.item(),
-                denominator=mb.denominator(self.config.loss.denominator),
-                nll=-rows.logprob.double().numpy(),
-                entropy=None if rows.entropy is None else rows.entropy.numpy(),
-                correct=rows.correct.numpy(),
-                num_rows=int(mb.loss_mask.sum()),
-                buckets=accumulator.buckets(mb),
-                **self._mtp_loss.measured(i, mb),
+            supervised_tokens(
+                mb, objective, rows, denominator, buckets=accumulator.buckets(mb), **self._mtp_loss.measured(i, mb)
             )
-            for i, (mb, (objective, _), rows) in enumerate(zip(microbatches, measured, rows_on_cpu))
+            for i, (mb, (objective, rows)) in enumerate(zip(microbatches, measured))
         ]
         self.local_losses = [part.objective for part in tokens]
         peaks = {"data_wait_s": data_wait_s, **device.peak_memory(self.groups.device)}
@@ -274,7 +270,8 @@ class Engine:
 
         second: hidden states of multi-token prediction.  Their loss is added to the first returned value only
         """
-        targets, shard = Targets.of(mb, hidden.device), self.vocab_shard(chunk)
+        factors = self._teacher_weights.of_tokens(mb, training=chunk.training)
+        targets, shard = Targets.of(mb, hidden.device, factors), self.vocab_shard(chunk)
         with output_weight_in_use(chunk, until_backward=not self.config.sums_head_in_forward):
             objective, rows = lm_loss(hidden, shard, targets, self.config.loss)
             whole = objective if second is None else objective + self._mtp_loss.term(second, shard, mb)

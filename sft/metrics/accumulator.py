@@ -21,6 +21,16 @@ from sft.parallel.cp_group import CpGroup
 
 
 @dataclass(frozen=True, kw_only=True)
+class TaughtTokens:
+    """What the supervised tokens of one microbatch learn from a teacher; float64 [n], and 0 for tokens without one."""
+
+    divergence: np.ndarray  # from the teacher, in nats
+    agrees: np.ndarray  # 1 if no token has a larger score than the teacher's first id
+    covered: np.ndarray  # sum of the teacher's probabilities of its list
+    is_taught: np.ndarray  # bool, whether the token has a teacher
+
+
+@dataclass(frozen=True, kw_only=True)
 class SupervisedTokens:
     """The supervised tokens of one microbatch that this rank holds, in order; arrays [n] on the CPU."""
 
@@ -32,6 +42,7 @@ class SupervisedTokens:
     num_rows: int  # tokens whose scores were computed; in trees, one token may have the labels of several texts
     mtp_nll: float = 0.0  # sum of -log p over the tokens that multi-token prediction predicts
     num_mtp_tokens: int = 0  # number of tokens that multi-token prediction predicts
+    teacher: TaughtTokens | None = None  # None: no token has a teacher
     buckets: Mapping[str, np.ndarray]  # {name of a breakdown: the bucket of each token} (`Accumulator.buckets`)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from sft.metrics.run_facts import RunFacts
 from sft.metrics.totals import ExpertLoad, StepResult, Totals, quantities
 
-SCHEMA = 8  # version of the schema of metrics.jsonl
+SCHEMA = 9  # version of the schema of metrics.jsonl
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _loss_by(name: str, meaning: str) -> tuple[Row, Row]:
 def _objective_differs(totals: Totals, run: RunFacts) -> bool:
     """Whether the objective is not the mean -log p of supervised tokens."""
     loss = run.config.loss
-    return loss.reduction != "token" or bool(loss.z_loss_coef or loss.entropy_coef)
+    return loss.reduction != "token" or bool(loss.z_loss_coef or loss.entropy_coef or loss.distill.is_on)
 
 
 def _is_dynamic(step: StepResult, run: RunFacts) -> bool:
@@ -118,6 +118,10 @@ def _is_dynamic(step: StepResult, run: RunFacts) -> bool:
 
 def _has_mtp(totals: Totals, run: RunFacts) -> bool:
     return run.config.model.has_mtp
+
+
+def _has_teacher(totals: Totals, run: RunFacts) -> bool:
+    return totals.num_taught > 0 or run.config.loss.distill.is_on
 
 
 def _experts(make: Callable[[ExpertLoad], float]) -> Formula:
@@ -199,6 +203,20 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row("sample loss", EVAL, "nats", ROUNDING, ratio("sequence_nll", "num_sequences"), NUMBER,
             "mean over documents of the mean -log p of each document"),
     ),
+    "The teacher": (
+        Row("teacher/divergence", BOTH, "nats per token", ROUNDING, ratio("divergence", "num_taught"), NUMBER,
+            "divergence from the teacher by `loss.distill`, mean over tokens with a teacher", only_if=_has_teacher),
+        Row("teacher/agreement", BOTH, "share", ROUNDING, ratio("num_agreeing", "num_taught"), {**SHARE, **NUMBER},
+            "share of these tokens where the teacher's first token has the largest logit", only_if=_has_teacher),
+        Row("teacher/covered", BOTH, "share", ROUNDING, ratio("covered", "num_taught"), AMOUNT_OR_NULL,
+            "mean of the probability that the teacher gives to its list", only_if=_has_teacher),
+        Row("teacher/tokens", BOTH, "tokens", SAME, "num_taught", COUNT,
+            "supervised tokens with a teacher; of a tree, one for each text", only_if=_has_teacher),
+        Row("teacher by source/NAME/divergence", BOTH, "nats per token", ROUNDING,
+            ratio("divergence_by_source", "num_taught_by_source"), NUMBER,
+            "`teacher/divergence` by named source, or by data file", only_if=_has_teacher, nested=True),
+        Row("teacher by source/NAME/tokens", BOTH, "tokens", SAME, "num_taught_by_source", COUNT,
+            "`teacher/tokens` of NAME", only_if=_has_teacher, nested=True), ),
     "The update": (
         Row("grad-norm", TRAIN, "", ROUNDING, "grad_norm", AMOUNT_OR_NULL,
             "gradient norm of the whole objective, before clipping"),

@@ -105,6 +105,20 @@ def _entropy(tokens: Any) -> float:
     return 0.0 if tokens.entropy is None else tokens.entropy.sum(dtype=np.float64)
 
 
+def _of_teacher(name: str) -> Callable[[Any], np.ndarray]:
+    """Measures a number of TaughtTokens for each supervised token; zeros without a teacher."""
+
+    def measure(tokens: Any) -> np.ndarray:
+        zeros = np.zeros(len(tokens.nll))
+        return zeros if tokens.teacher is None else zeros + getattr(tokens.teacher, name)
+
+    return measure
+
+
+def _sum_of_teacher(name: str) -> Callable[[Any], float]:
+    return lambda tokens: float(_of_teacher(name)(tokens).sum())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Totals:
     """The quantities of a step or of a held-out pass, over all ranks."""
@@ -124,6 +138,14 @@ class Totals:
     num_tokens_by_position: dict[str, int] = quantity("Sum", lambda tokens: None, by="position")
     nll_by_source: dict[str, float] = quantity("Sum", lambda tokens: tokens.nll, float, by="source")
     num_tokens_by_source: dict[str, int] = quantity("Sum", lambda tokens: None, by="source")
+    # Sums over supervised tokens with a teacher: of divergences in nats, of agreements, and of the teacher's
+    # probabilities of its list.
+    num_taught: int = quantity("Sum", _sum_of_teacher("is_taught"))
+    divergence: float = quantity("Sum", _sum_of_teacher("divergence"), float)
+    num_agreeing: int = quantity("Sum", _sum_of_teacher("agrees"))
+    covered: float = quantity("Sum", _sum_of_teacher("covered"), float)
+    num_taught_by_source: dict[str, int] = quantity("Sum", _of_teacher("is_taught"), by="source")
+    divergence_by_source: dict[str, float] = quantity("Sum", _of_teacher("divergence"), float, by="source")
     # Tokens of samples (real), plus padding inside documents (aligned), plus filler documents (padded).
     num_real_tokens: int = quantity("Replicated", lambda pack: pack.num_real_tokens)
     num_aligned_tokens: int = quantity("Replicated", lambda pack: pack.num_aligned_tokens)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sft.batch import Microbatch
+from sft.batch import Microbatch, TeacherTargets
 from sft.config import LossConfig
 from sft.mcore import process_groups
 from sft.mcore.loss import RowStatistics, Targets, VocabShard, lm_loss
@@ -74,6 +74,8 @@ class Case:
     labels: Tensor  # [1, t]
     weights: Tensor  # float32 [1, t], above 0 where supervised
     softcap: float | None = None  # limit of the scores
+    teacher: TeacherTargets | None = None
+    factors: Tensor | None = None  # float32 [t], of the divergence from the teacher
 
     @property
     def supervised(self) -> Tensor:
@@ -87,7 +89,8 @@ class Case:
         return replace(self, hidden=torch.where(self.supervised[:, None, None], self.hidden, bad))
 
     def targets(self) -> Targets:
-        return Targets.of(microbatch(self.labels, self.weights), torch.device("cpu"))
+        whole = replace(microbatch(self.labels, self.weights), teacher=self.teacher)
+        return Targets.of(whole, torch.device("cpu"), self.factors)
 
 
 def microbatch(labels: Tensor, weights: Tensor) -> Microbatch:
@@ -152,7 +155,7 @@ class Outcome:
     loss: Tensor
     hidden: Tensor  # gradient
     weight: Tensor  # gradient
-    rows: tuple[Tensor | None, ...] = ()  # logprob, lse, entropy, correct of every supervised token
+    rows: tuple[Tensor | None, ...] = ()  # the columns of `RowStatistics`
 
 
 def shard_of(weight: Tensor, group: dist.ProcessGroup, vocab: int = VOCAB, softcap: float | None = None) -> VocabShard:
@@ -211,15 +214,13 @@ def expected(
     logprobs = torch.log_softmax(scores, dim=-1)
     entropy = -(logprobs.exp() * logprobs).sum(-1)
     guessed = (scores.argmax(-1) == labels).double()
-    rows = logprobs[torch.arange(len(labels)), labels], scores.logsumexp(-1), entropy, guessed
-    per_token = -rows[0] + z_loss_coef * rows[1] ** 2 - entropy_coef * rows[2]
+    rows = RowStatistics(logprobs[torch.arange(len(labels)), labels], scores.logsumexp(-1), entropy, guessed)
+    per_token = -rows.logprob + z_loss_coef * scores.logsumexp(-1) ** 2 - entropy_coef * entropy
     objective: Tensor = (c.weights[0][supervised].double() * per_token).sum()
     (objective * upstream).backward()
     hidden, weight = torch.zeros(c.hidden.shape).double(), torch.zeros(c.weight.shape).double()
     hidden[supervised, 0], weight[:vocab] = inputs.grad, real.grad
-    return Outcome(
-        loss=objective.detach(), hidden=hidden, weight=weight, rows=tuple(column.detach() for column in rows)
-    )
+    return Outcome(loss=objective.detach(), hidden=hidden, weight=weight, rows=tuple(rows.map(Tensor.detach)))
 
 
 def error(found: Tensor, wanted: Tensor) -> float:

@@ -39,7 +39,9 @@ def totals(**changes: Any) -> Totals:
         nll_by_source={"chat": 5.0, "code": 20.0}, num_tokens_by_source={"chat": 10, "code": 10},
         data_wait_s=Peak(value=0.5, rank=1), memory_allocated=Peak(value=2.0**31, rank=3),
         memory_reserved=Peak(value=2.0**32, rank=2), work_imbalance=1.25, num_slots=2, num_packs_by_cp_size={},
-        num_aligned_by_cp_size={}, mtp_nll=9.0, num_mtp_tokens=18, cp_bytes=0.0, cp_bytes_fixed=0.0,
+        num_aligned_by_cp_size={}, mtp_nll=9.0, num_mtp_tokens=18, num_taught=0,
+        divergence=0.0, num_agreeing=0, covered=0.0, num_taught_by_source={"chat": 0, "code": 0},
+        divergence_by_source={"chat": 0.0, "code": 0.0}, cp_bytes=0.0, cp_bytes_fixed=0.0,
     )  # fmt: skip
     return Totals(**{**values, **changes})
 
@@ -78,7 +80,7 @@ def check(record: dict[str, Any]) -> None:
 
 
 START: dict[str, Any] = {
-    "schema": 8, "kind": "start", "step": 0, "time": 1795267288.03, "parameters": 252, "num-steps": 9,
+    "schema": 9, "kind": "start", "step": 0, "time": 1795267288.03, "parameters": 252, "num-steps": 9,
     "layout": {"world_size": 2, "tp": 1, "cp": 1, "pp": 1, "dp": 2, "ep": 1, "etp": 1},
 }  # fmt: skip
 

@@ -11,14 +11,15 @@ the output weight is frozen (`requires_grad` is False), none of them computes it
 memory for it; the gradient of the hidden states is the same, bit for bit.
 
 Reading order: `lm_loss` here, `objective.py` (the objective), then `fused.py`, `chunked.py` or `full.py`.  These three
-modules share `vocab_parallel.py` (the vocabulary over tp) and `softmax.py` (statistics and gradient of scores).
+modules share `vocab_parallel.py` (the vocabulary over tp), `softmax.py` (statistics and gradient of scores) and
+`distill.py` (the divergence from a teacher).
 """
 
 from torch import Tensor
 
 from sft.config import LossConfig
 from sft.mcore.loss import chunked, full, fused
-from sft.mcore.loss.objective import RowStatistics, Targets, objective
+from sft.mcore.loss.objective import RowStatistics, Targets, divergence_term, objective
 from sft.mcore.loss.vocab_parallel import VocabShard
 
 __all__ = ["RowStatistics", "Targets", "VocabShard", "lm_loss"]
@@ -33,4 +34,5 @@ def lm_loss(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfi
     if loss.impl == "fused":
         return fused.lm_loss(hidden, shard, targets, loss)
     rows = (chunked if loss.impl == "chunked" else full).token_statistics(hidden, shard, targets, loss)
-    return objective(rows, targets.all_weights, loss), rows.map(Tensor.detach)
+    total = objective(rows, targets.all_weights, loss) + divergence_term(rows, targets.teacher)
+    return total, rows.map(Tensor.detach)

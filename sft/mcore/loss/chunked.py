@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sft.config import LossConfig
 from sft.mcore.device import send
+from sft.mcore.loss.distill import Distilled
 from sft.mcore.loss.objective import RowStatistics, Targets, upstream_coefficients
 from sft.mcore.loss.softmax import correct_labels, gradient, slices, statistics
 from sft.mcore.loss.vocab_parallel import VocabShard
@@ -35,12 +36,20 @@ class _RowStatistics(torch.autograd.Function):
         num_tokens = logits.shape[0]
         labels = targets.labels.new_zeros(num_tokens).index_copy_(0, targets.rows, targets.labels)
         entropy = loss.measures_entropy
-        all_rows = RowStatistics.empty(num_tokens, logits, entropy=entropy)
+        teacher = None if targets.teacher is None else targets.teacher.spread(targets.rows, num_tokens)
+        all_rows = RowStatistics.empty(num_tokens, logits, entropy=entropy, teacher=teacher is not None)
         for c in slices(num_tokens, loss.chunk(num_tokens)):
-            all_rows.assign(c, statistics(logits[c], labels[c], shard, entropy=entropy))
+            rows = statistics(logits[c], labels[c], shard, entropy=entropy)
+            if teacher is not None:
+                # The logits are as before afterwards, which `data` does not report to autograd.
+                distilled = Distilled(logits.data[c], teacher.map(itemgetter(c)), rows, shard, loss.distill)
+                distilled.put_back(logits.data[c])
+                rows = rows._replace(divergence=distilled.value, agrees=distilled.agrees)
+            all_rows.assign(c, rows)
         rows = all_rows.map(lambda column: column[targets.rows])
         if targets.further is not None:
-            rows = rows.followed_by(_further_statistics(logits, shard, targets, loss))
+            more = _further_statistics(logits, shard, targets, loss)
+            rows = rows.followed_by(more.with_teacher_of(rows, send(targets.further.tokens, logits.device)))
         ctx.mark_non_differentiable(*rows.without_gradient(loss))
         ctx.save_for_backward(logits, labels, *rows)
         ctx.shard, ctx.targets, ctx.loss = shard, targets, loss
@@ -55,6 +64,11 @@ class _RowStatistics(torch.autograd.Function):
         def spread(values: Tensor) -> Tensor:
             return values.new_zeros(num_tokens).index_copy_(0, index, values[: len(index)])
 
+        teacher = ctx.targets.teacher
+        if teacher is not None:  # the divergences of further targets are copies, and have no gradient
+            of_value = upstream[4]
+            weights = torch.zeros_like(teacher.weights) if of_value is None else of_value[: len(index)]
+            teacher = teacher._replace(weights=weights).spread(index, num_tokens)
         coefficients = upstream_coefficients(rows, *upstream)
         all_rows, all_coefficients = rows.map(spread), coefficients.map(spread)
         if (further := ctx.targets.further) is not None:
@@ -65,12 +79,20 @@ class _RowStatistics(torch.autograd.Function):
         dlogits = torch.empty_like(logits)
         for c in slices(num_tokens, ctx.loss.chunk(num_tokens)):
             rows, coefficients = all_rows.map(itemgetter(c)), all_coefficients.map(itemgetter(c))
-            gradient(logits[c], labels[c], rows, coefficients, ctx.shard, out=dlogits[c])
+            if teacher is None:
+                gradient(logits[c], labels[c], rows, coefficients, ctx.shard, out=dlogits[c])
+            else:
+                scores = logits.data[c]
+                distilled = Distilled(scores, teacher.map(itemgetter(c)), rows, ctx.shard, ctx.loss.distill)
+                distilled.write(scores, labels[c], coefficients, out=dlogits[c])
+                distilled.put_back(scores)
+                all_coefficients.softmax[c] = distilled.with_rest(coefficients).softmax
             if index.numel() < num_tokens:  # scores of unsupervised tokens may be NaN
                 dlogits[c].masked_fill_(unsupervised[c, None], 0.0)
         if further is not None:
             shared = all_coefficients.map(lambda column: column[own])._replace(label=others.label)
-            correct_labels(own, further.labels, more, shared, ctx.shard, out=dlogits)
+            listed = None if teacher is None else (teacher.ids[own] == further.labels[:, None]).any(1)
+            correct_labels(own, further.labels, more, shared, ctx.shard, out=dlogits, listed=listed)
         return dlogits, None, None, None
 
 
@@ -79,7 +101,7 @@ def _further_statistics(logits: Tensor, shard: VocabShard, targets: Targets, los
     assert targets.further is not None
     own, labels = targets.rows[send(targets.further.tokens, logits.device)], targets.further.labels
     entropy = loss.measures_entropy
-    rows = RowStatistics.empty(len(own), logits, entropy=entropy)
+    rows = RowStatistics.empty(len(own), logits, entropy=entropy, teacher=False)
     for c in slices(len(own), loss.chunk(len(logits))):
         rows.assign(c, statistics(logits[own[c]], labels[c], shard, entropy=entropy))
     return rows

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from sft.config import LossConfig
 from sft.mcore.device import send
+from sft.mcore.loss.distill import of_outcomes
 from sft.mcore.loss.objective import RowStatistics, Targets
+from sft.mcore.loss.softmax import TAKEN_OUT
 from sft.mcore.loss.vocab_parallel import VocabShard, accumulation_dtype
 
 
@@ -25,6 +27,7 @@ def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: 
         more = rows[send(further.tokens, rows.device)]
         own_scores, further_scores, logits = _scores_of(logits, more, (labels[more], further.labels), shard)
         rows, own = torch.cat((rows, more)), torch.cat((own, further.labels))
+    divergence, agrees = _divergence(logits, shard, targets, loss)
     # Copied, because core's function overwrites its input, and the log-sum-exp below reads the logits again.
     real = torch.arange(logits.shape[1], device=logits.device) < shard.num_real
     masked = torch.where(real, logits, -torch.inf)
@@ -38,7 +41,42 @@ def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: 
         with torch.set_grad_enabled(torch.is_grad_enabled() and bool(loss.z_loss_coef or loss.entropy_coef)):
             lse, entropy = _lse_and_entropy(logits[:, : shard.num_real][rows], shard)
         entropy = entropy if loss.entropy_coef else entropy.detach() if loss.entropy else None
-    return RowStatistics(logprob=-nll, lse=lse, entropy=entropy, correct=correct)
+    return RowStatistics(-nll, lse, entropy, correct, divergence, agrees)
+
+
+def _divergence(
+    logits: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig
+) -> tuple[Tensor | None, Tensor | None]:
+    """The divergence from the teacher, with a gradient, and the agreement of each target, [n + m]; None without a
+    teacher.
+
+    logits: [t, rows of this shard], with the soft cap
+    """
+    if targets.teacher is None:
+        return None, None
+    teacher, columns = (targets.teacher.spread(targets.rows, logits.shape[0]), logits.shape[1])
+    column = teacher.ids.long() - shard.first
+    local = (teacher.ids >= 0) & (column >= 0) & (column < shard.num_real)
+    known = _sum_over_tp(torch.where(local, logits.gather(1, torch.where(local, column, 0)), 0.0), shard)
+    # One more column for ids of other shards.
+    is_out = torch.zeros(len(logits), columns + 1, dtype=torch.bool, device=logits.device)
+    is_out = is_out.scatter_(1, torch.where(local, column, columns), True)[:, :-1]
+    is_out[:, shard.num_real :] = True
+    others = torch.where(is_out, TAKEN_OUT, logits)
+    largest = others.detach().amax(-1)
+    shard.all_reduce(largest, dist.ReduceOp.MAX)
+    has_rest = largest > TAKEN_OUT / 2
+    shift = torch.where(has_rest, largest, 0.0)
+    total = _sum_over_tp((others - shift[:, None]).exp().sum(-1), shard)
+    rest = torch.where(has_rest, shift + torch.where(has_rest, total, 1.0).log(), TAKEN_OUT)
+    listed = torch.where(teacher.ids >= 0, known, TAKEN_OUT)
+    lse = torch.logaddexp(listed.logsumexp(-1), rest)
+    value, _ = of_outcomes(known - lse[:, None], rest - lse, teacher, has_rest, loss.distill)
+    agrees = teacher.is_known & (listed[:, 0] >= torch.maximum(largest, listed.amax(-1)))
+    rows = targets.rows
+    if targets.further is not None:
+        rows = torch.cat((rows, rows[send(targets.further.tokens, rows.device)]))
+    return value[rows], agrees[rows].to(value.dtype)
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

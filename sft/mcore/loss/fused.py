@@ -6,14 +6,23 @@ is frozen, it needs one GEMM less and no buffer for the weight's gradient.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sft.config import LossConfig
 from sft.mcore.device import send
-from sft.mcore.loss.objective import RowStatistics, Targets, objective, objective_coefficients
+from sft.mcore.loss.distill import Distilled
+from sft.mcore.loss.objective import (
+    GradientCoefficients,
+    RowStatistics,
+    Targets,
+    divergence_term,
+    objective,
+    objective_coefficients,
+)
 from sft.mcore.loss.softmax import blocks, correct_labels, gradient, slices, statistics
 from sft.mcore.loss.vocab_parallel import VocabShard, accumulation_dtype
 
@@ -59,6 +68,20 @@ class _Loss(torch.autograd.Function):
         return *gradients.finish(upstream), None, None, None, None
 
 
+class _Further(NamedTuple):
+    """The further targets of a chunk of tokens.
+
+    index    int64 [m], each target's token, as an index in the chunk
+    numbers  the targets' slice of the statistics of all targets
+    """
+
+    index: Tensor
+    labels: Tensor
+    weights: Tensor
+    rows: RowStatistics
+    numbers: slice
+
+
 class _ChunkedHead:
     """The supervised tokens of one call, and the buffer that holds the scores of one chunk of them."""
 
@@ -80,32 +103,72 @@ class _ChunkedHead:
 
         train: whether the gradient of the objective replaces the scores
         """
-        labels, weights, loss = self.targets.labels[part], self.targets.weights[part], self.loss
+        targets, loss, teacher = self.targets, self.loss, None
+        labels, weights = targets.labels[part], targets.weights[part]
         rows = statistics(scores, labels, self.shard, entropy=loss.measures_entropy)
+        further = self._further(scores, part)
+        distilled = None
+        if targets.teacher is not None:
+            teacher = targets.teacher.map(itemgetter(part))
+            distilled = Distilled(scores, teacher, rows, self.shard, loss.distill)
+            rows = rows._replace(divergence=distilled.value, agrees=distilled.agrees)
         all_rows.assign(part, rows)
-        total = objective(rows, weights, loss)
-        coefficients = objective_coefficients(rows, weights, loss) if train else None
-        further = self.targets.further
-        numbers = slice(0, 0) if further is None else further.within(part)
-        if further is None or numbers.start == numbers.stop:
-            if coefficients is not None:
-                gradient(scores, labels, rows, coefficients, self.shard, out=scores)
-            return total
-        index, others, more_weights = (column[numbers] for column in further)
+        total = objective(rows, weights, loss) + divergence_term(rows, teacher)
+        if further is not None:
+            further = further._replace(rows=further.rows.with_teacher_of(rows, further.index))
+            all_rows.assign(further.numbers, further.rows)
+            total = total + objective(further.rows, further.weights, loss)
+        if train:
+            coefficients = objective_coefficients(rows, weights, loss)
+            self._write_gradient(scores, labels, rows, coefficients, further, distilled)
+        return total
+
+    def _further(self, scores: Tensor, part: slice) -> "_Further | None":
+        """The further targets of the tokens `part`, with their statistics; None: there are none."""
+        if self.targets.further is None:
+            return None
+        numbers = self.targets.further.within(part)
+        if numbers.start == numbers.stop:
+            return None
+        index, labels, weights = (column[numbers] for column in self.targets.further)
         index = send(index - part.start, scores.device)
-        more = statistics(scores[index], others, self.shard, entropy=loss.measures_entropy)
-        all_rows.assign(slice(len(self.targets) + numbers.start, len(self.targets) + numbers.stop), more)
-        if coefficients is not None:
-            of_others = objective_coefficients(more, more_weights, loss)
-            coefficients = coefficients.with_further(index, of_others)
+        rows = statistics(scores[index], labels, self.shard, entropy=self.loss.measures_entropy)
+        first = len(self.targets)
+        return _Further(index, labels, weights, rows, slice(first + numbers.start, first + numbers.stop))
+
+    def _write_gradient(
+        self,
+        scores: Tensor,
+        labels: Tensor,
+        rows: RowStatistics,
+        coefficients: GradientCoefficients,
+        further: "_Further | None",
+        distilled: Distilled | None,
+    ) -> None:
+        """Replace the scores of a chunk by their gradient.  coefficients: those of the first targets' objective"""
+        if further is not None:
+            others = objective_coefficients(further.rows, further.weights, self.loss)
+            coefficients = coefficients.with_further(further.index, others)
+        if distilled is None:
             gradient(scores, labels, rows, coefficients, self.shard, out=scores)
-            of_others = coefficients.map(lambda column: column[index])._replace(label=of_others.label)
-            correct_labels(index, others, more, of_others, self.shard, out=scores)
-        return total + objective(more, more_weights, loss)
+        else:
+            distilled.write(scores, labels, coefficients, out=scores)
+            coefficients = distilled.with_rest(coefficients)
+        if further is not None:
+            index, more = further.index, further.labels
+            shared = coefficients.map(lambda column: column[index])._replace(label=others.label)
+            listed = None if distilled is None else distilled.lists(index, more)
+            correct_labels(index, more, further.rows, shared, self.shard, out=scores, listed=listed)
 
     def allocate_statistics(self) -> RowStatistics:
         """Empty statistics of all targets."""
-        return RowStatistics.empty(len(self.targets.all_weights), self.whole, entropy=self.loss.measures_entropy)
+        targets = self.targets
+        return RowStatistics.empty(
+            len(targets.all_weights),
+            self.whole,
+            entropy=self.loss.measures_entropy,
+            teacher=targets.teacher is not None,
+        )
 
 
 class _Gradients:
@@ -148,7 +211,7 @@ class _Gradients:
         if not self._all_supervised:
             _spread(self._hidden, self._index)
         hidden = shard.reduce_scatter(self._hidden) if shard.sequence_parallel else self._hidden
-        return hidden.view(self._shape), None if self._weight is None else self._weight.finish(upstream)
+        return hidden.view(self._shape), (None if self._weight is None else self._weight.finish(upstream))
 
 
 class _WeightGradient:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sft.batch import Microbatch
 from sft.config import Config
+from sft.config.distill import DistillConfig
 from sft.mcore.device import send
 from sft.mcore.loss import Targets, VocabShard, lm_loss
 from sft.mcore.model.mtp import NextTokens
@@ -26,7 +27,8 @@ class MtpLoss:
 
     def __init__(self, config: Config) -> None:
         self._weight, self._trains_head = config.train.mtp_loss_weight, config.train.mtp == "joint"
-        self._loss = config.loss.model_copy(update={"z_loss_coef": 0.0, "entropy_coef": 0.0, "entropy": False})
+        plain = {"z_loss_coef": 0.0, "entropy_coef": 0.0, "entropy": False, "distill": DistillConfig()}
+        self._loss = config.loss.model_copy(update=plain)
         self._scale = 0.0
         self._nll: list[Tensor] = []
 

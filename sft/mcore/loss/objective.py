@@ -1,6 +1,9 @@
 """Defines the objective: its tokens and their weights, the loss of a token, and the gradient with respect to scores.
 
-    loss of a token = weight * (-log p(label) + z_loss_coef * lse^2 - entropy_coef * entropy)
+    loss of a token = weight * (label_weight * -log p(label) + z_loss_coef * lse^2 - entropy_coef * entropy)
+                      + weight * distill_weight * T^2 * divergence
+
+The divergence is that from a teacher (`distill.py`), with `loss.distill`; without, label_weight is 1.
 
 lse is the log-sum-exp of the token's scores.  The z-loss keeps lse near 0, so scores do not drift in a long run.
 """
@@ -16,6 +19,7 @@ from torch import Tensor
 from sft.batch import Microbatch
 from sft.config import LossConfig
 from sft.mcore.device import send
+from sft.mcore.loss.teacher import Teacher
 from sft.mcore.loss.vocab_parallel import accumulation_dtype
 
 
@@ -47,19 +51,28 @@ class Targets:
     labels: Tensor  # int64 [n]
     weights: Tensor  # float32 [n], above 0
     further: FurtherTargets | None = None  # None: each token has one target
+    teacher: Teacher | None = None  # None: no token has a teacher
 
     @staticmethod
-    def of(microbatch: Microbatch, device: torch.device) -> "Targets":
-        """Select the supervised tokens on the CPU.  A selection on the GPU would synchronise with the host."""
+    def of(microbatch: Microbatch, device: torch.device, teacher_factors: Tensor | None = None) -> "Targets":
+        """Select the supervised tokens on the CPU.  A selection on the GPU would synchronise with the host.
+
+        teacher_factors: float32 [t], the factor of each token's divergence in the objective, in addition to the sum of
+        the weights of its targets; None: 0
+        """
         weights, further = microbatch.loss_weights.flatten(), None
         rows = weights.nonzero().squeeze(-1)
+        teacher = None
+        if microbatch.teacher is not None:
+            factors = torch.zeros_like(weights) if teacher_factors is None else teacher_factors
+            teacher = Teacher.of(microbatch.teacher[rows], (_sums_of_weights(microbatch) * factors)[rows], device)
         if microbatch.further is not None and len(microbatch.further.rows):
             table = microbatch.further
             more = [send(torch.from_numpy(column), device) for column in (table.labels, table.weights)]
             further = FurtherTargets(torch.searchsorted(rows, torch.from_numpy(table.rows)), *more)
         chosen = rows, microbatch.labels.flatten()[rows], weights[rows]
         rows, labels, weights = (send(part, device) for part in chosen)
-        return Targets(rows=rows, labels=labels, weights=weights, further=further)
+        return Targets(rows=rows, labels=labels, weights=weights, further=further, teacher=teacher)
 
     def __len__(self) -> int:
         """Number of supervised tokens, each with one or several targets."""
@@ -71,26 +84,38 @@ class Targets:
         return self.weights if self.further is None else torch.cat((self.weights, self.further.weights))
 
 
+def _sums_of_weights(microbatch: Microbatch) -> Tensor:
+    """float32 [t]: the sum of the weights of each token's targets."""
+    weights, further = microbatch.loss_weights.flatten(), microbatch.further
+    if further is None:
+        return weights
+    return weights.index_add(0, torch.from_numpy(further.rows), torch.from_numpy(further.weights))
+
+
 class RowStatistics(NamedTuple):
     """Statistics of n targets, from the scores of their tokens: float32 [n], or float64 for float64 scores.
 
     The targets of a microbatch have the order of `Targets.all_weights`.
 
-    lse and entropy may be None if the config does not need them; `softmax.statistics` always returns lse.
+    lse and entropy may be None if the config does not need them; `softmax.statistics` always returns lse.  divergence
+    and agrees are None without a teacher; the further targets of a token repeat the numbers of its first target.
     """
 
     logprob: Tensor  # log p(label)
     lse: Tensor | None  # log-sum-exp of the scores
     entropy: Tensor | None  # in nats
     correct: Tensor  # 1 if no score is above the label's score, otherwise 0; has no gradient
+    divergence: Tensor | None = None  # from the teacher, in nats; 0 if this token has none
+    agrees: Tensor | None = None  # 1 if no score is above that of the teacher's first id, otherwise 0; has no gradient
 
     @staticmethod
-    def empty(num_rows: int, like: Tensor, *, entropy: bool) -> "RowStatistics":
+    def empty(num_rows: int, like: Tensor, *, entropy: bool, teacher: bool) -> "RowStatistics":
         """Uninitialised statistics of `num_rows` rows, on the device of `like`."""
         logprob, lse, correct, *rest = like.new_empty(
-            (4 if entropy else 3, num_rows), dtype=accumulation_dtype(like.dtype)
+            (3 + entropy + 2 * teacher, num_rows), dtype=accumulation_dtype(like.dtype)
         )
-        return RowStatistics(logprob=logprob, lse=lse, entropy=rest[0] if entropy else None, correct=correct)
+        divergence, agrees = rest[-2:] if teacher else (None, None)
+        return RowStatistics(logprob, lse, rest[0] if entropy else None, correct, divergence, agrees)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "RowStatistics":
         """Apply `change` to each column that is not None."""
@@ -118,7 +143,14 @@ class RowStatistics(NamedTuple):
 
     def without_gradient(self, loss: LossConfig) -> list[Tensor]:
         """The columns that have no gradient."""
-        return [self.correct] + ([self.entropy] if self.entropy is not None and not loss.entropy_coef else [])
+        columns = [self.correct, self.agrees, None if loss.entropy_coef else self.entropy]
+        return [column for column in columns if column is not None]
+
+    def with_teacher_of(self, rows: "RowStatistics", index: Tensor) -> "RowStatistics":
+        """These statistics with divergence and agreement of `rows`.  index: int64 [n], the row of each target"""
+        if rows.divergence is None or rows.agrees is None:
+            return self
+        return self._replace(divergence=rows.divergence[index], agrees=rows.agrees[index])
 
 
 class GradientCoefficients(NamedTuple):
@@ -149,8 +181,8 @@ class GradientCoefficients(NamedTuple):
 
 
 def objective(rows: RowStatistics, weights: Tensor, loss: LossConfig) -> Tensor:
-    """The sum of the tokens' losses, a float64 scalar.  weights: float32 [n]"""
-    per_token = -rows.logprob
+    """The sum of the tokens' losses without divergences, a float64 scalar.  weights: float32 [n]"""
+    per_token = -loss.distill.label_weight * rows.logprob
     if loss.z_loss_coef:
         assert rows.lse is not None
         per_token = per_token + loss.z_loss_coef * rows.lse.square()
@@ -160,13 +192,23 @@ def objective(rows: RowStatistics, weights: Tensor, loss: LossConfig) -> Tensor:
     return (weights * per_token).sum(dtype=torch.float64)
 
 
+def divergence_term(rows: RowStatistics, teacher: Teacher | None) -> Tensor | float:
+    """The sum of the divergences, each times its weight: a float64 scalar; 0 without a teacher.
+
+    rows: statistics of n tokens, or of n + m targets whose first n are the targets of the teacher's tokens
+    """
+    if teacher is None or rows.divergence is None:
+        return 0.0
+    return (teacher.weights * rows.divergence[: len(teacher.weights)]).sum(dtype=torch.float64)
+
+
 def objective_coefficients(rows: RowStatistics, weights: Tensor, loss: LossConfig) -> GradientCoefficients:
-    """The gradient coefficients of `objective`, for an upstream gradient of 1.
+    """The gradient coefficients of `objective`, for an upstream gradient of 1; the divergence has its own gradient.
 
     d(-logprob) = p - onehot,  d lse^2 = 2 lse p,  d entropy = -p (log p + entropy)
     """
     weights = weights.to(rows.logprob.dtype)
-    softmax, entropy = weights, None
+    softmax, entropy = loss.distill.label_weight * weights, None
     if loss.z_loss_coef:
         assert rows.lse is not None
         softmax = softmax + 2 * loss.z_loss_coef * weights * rows.lse
@@ -174,7 +216,7 @@ def objective_coefficients(rows: RowStatistics, weights: Tensor, loss: LossConfi
         assert rows.entropy is not None
         entropy = loss.entropy_coef * weights
         softmax = softmax + entropy * rows.entropy
-    return GradientCoefficients(softmax=softmax, entropy=entropy, label=-weights)
+    return GradientCoefficients(softmax=softmax, entropy=entropy, label=-loss.distill.label_weight * weights)
 
 
 def upstream_coefficients(

@@ -10,7 +10,7 @@ stored scores are not capped, and `gradient` is the gradient with respect to s: 
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from operator import itemgetter
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor
 from sft.mcore.loss.objective import GradientCoefficients, RowStatistics
 from sft.mcore.loss.vocab_parallel import VocabShard, accumulation_dtype
 
+TAKEN_OUT = -1e30  # a score that counts as no score: its exponential is 0 (`distill.py`); bf16 and fp32 have it
 _FAR = -1e4  # replaces -inf, the largest score of an empty shard: -inf * 0 would be NaN; exp(_FAR) is 0 in every format
 # Bytes of a block.  A block fits the cache of a CPU core; on CUDA it fills the device and is smaller than the scores.
 _BLOCK_BYTES = {"cpu": 1 << 19, "cuda": 1 << 26}
@@ -31,19 +32,7 @@ def statistics(scores: Tensor, labels: Tensor, shard: VocabShard, *, entropy: bo
 
     Collective over tp: one all-gather of 3 floats per row, or 4 with entropy.
     """
-    sums_of, _ = _passes(scores.is_cuda)
-    local_sums: Tensor = sums_of(scores, labels - shard.first, shard.num_real, entropy, shard.softcap)
-    if shard.group.size() == 1:
-        largest, total, score, *moment = local_sums.unbind(0)
-    else:
-        gathered = shard.all_gather(local_sums)
-        largests, totals, scores_, *moments = gathered.unbind(1)
-        largest = largests.amax(0)
-        shift = (largests - largest).clamp_(min=_FAR)
-        scale = shift.exp()
-        total = (totals * scale).sum(0)
-        score = scores_.sum(0)
-        moment = [(scale * (part + totals * shift)).sum(0) for part in moments]
+    largest, total, score, *moment = _sums(scores, labels, shard, entropy)
     log_total = total.log()
     return RowStatistics(
         logprob=score - largest - log_total,  # this order is exact for values near 0
@@ -51,6 +40,32 @@ def statistics(scores: Tensor, labels: Tensor, shard: VocabShard, *, entropy: bo
         entropy=log_total - moment[0] / total if moment else None,
         correct=(score >= largest).to(score.dtype),
     )
+
+
+def largest_and_lse(scores: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
+    """The largest score and the log-sum-exp of each row over the whole vocabulary, [n] each.  Scores of TAKEN_OUT count
+    as no scores; in a row of such scores both results are below TAKEN_OUT / 2.
+
+    scores: [n, rows of this shard].  Collective over tp: one all-gather of 3 floats per row
+    """
+    nowhere = torch.full(scores.shape[:1], -1, dtype=torch.int64, device=scores.device)
+    largest, total, _ = _sums(scores, nowhere, shard, entropy=False)
+    return largest, largest + total.log()
+
+
+def _sums(scores: Tensor, labels: Tensor, shard: VocabShard, entropy: bool) -> Sequence[Tensor]:
+    """`row_sums` over the whole vocabulary: 3 tensors [n], or 4 with `entropy`; no shard has a label of -1."""
+    sums_of, _ = _passes(scores.is_cuda)
+    local_sums: Tensor = sums_of(scores, labels - shard.first, shard.num_real, entropy, shard.softcap)
+    if shard.group.size() == 1:
+        return local_sums.unbind(0)
+    gathered = shard.all_gather(local_sums)
+    largests, totals, scores_, *moments = gathered.unbind(1)
+    largest = largests.amax(0)
+    shift = (largests - largest).clamp_(min=_FAR)
+    scale = shift.exp()
+    moment = [(scale * (part + totals * shift)).sum(0) for part in moments]
+    return largest, (totals * scale).sum(0), scores_.sum(0), *moment
 
 
 def gradient(
@@ -80,6 +95,7 @@ def correct_labels(
     shard: VocabShard,
     *,
     out: Tensor,
+    listed: Tensor | None = None,
 ) -> None:
     """Correct the gradient with respect to the scores of further labels in `out`, the result of `gradient`.
 
@@ -87,12 +103,17 @@ def correct_labels(
 
     index, labels: int64 [m], the row and the label of each further target; rows: [m], statistics of these targets
     coefficients: [m], the coefficients of the rows, with the `label` of these targets
+    listed: bool [m], whether `out` already has the gradient of the label's score, but for the `label`; None: nowhere
     """
     assert rows.lse is not None
     own, column = _own(labels - shard.first, shard.num_real)
     exact = _label_gradient(rows.logprob, rows.lse, coefficients, shard.softcap)
     # Labels of other shards are clamped to a valid column here.  They must add 0 to it, not overwrite it.
-    change = torch.where(own, exact - out[index, column], 0.0).to(out.dtype)
+    change = exact - out[index, column]
+    if listed is not None:
+        cap = 1.0 if shard.softcap is None else 1.0 - ((rows.logprob + rows.lse) / shard.softcap).square()
+        change = torch.where(listed, coefficients.label * cap, change)
+    change = torch.where(own, change, 0.0).to(out.dtype)
     out.index_put_((index, column), change, accumulate=True)
 
 
@@ -133,7 +154,7 @@ def _sum_block(scores: Tensor, column: Tensor, sums: Tensor, softcap: float | No
     """
     wider = scores.to(sums.dtype)
     if softcap is not None:
-        wider = torch.tanh(wider / softcap).mul_(softcap)
+        wider = torch.where(wider > TAKEN_OUT / 2, torch.tanh(wider / softcap).mul_(softcap), wider)
     sums[2] = wider.gather(1, column[:, None]).squeeze(1)
     torch.amax(wider, -1, out=sums[0])
     shifted = wider - sums[0][:, None]

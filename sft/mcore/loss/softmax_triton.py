@@ -10,10 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from sft.mcore.loss.objective import GradientCoefficients
+from sft.mcore.loss.softmax import TAKEN_OUT
 from sft.mcore.loss.vocab_parallel import accumulation_dtype
 
 _BLOCK = 4096  # columns at a time
 _WARPS = 8
+_NO_SCORE = tl.constexpr(TAKEN_OUT / 2)  # scores below have no soft cap
 
 
 def row_sums(scores: Tensor, local: Tensor, num_real: int, entropy: bool, softcap: float | None = None) -> Tensor:
@@ -98,7 +100,7 @@ def _row_sums(  # type: ignore[no-untyped-def]
         columns = start + tl.arange(0, BLOCK)
         z = tl.load(base + columns, mask=columns < num_real, other=float("-inf")).to(WIDE)
         if CAPPED:
-            z = tl.where(columns < num_real, softcap * _tanh(z / softcap), float("-inf"))
+            z = tl.where(z > _NO_SCORE, softcap * _tanh(z / softcap), z)
         new = tl.maximum(largest, tl.max(z, 0))
         # Earlier sums are relative to `largest`.  It is -inf in the first block, and -inf - new must not be used.
         shift = tl.where(total > 0, largest - new, 0.0)

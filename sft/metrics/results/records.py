@@ -1,6 +1,6 @@
 """Reads metrics.jsonl of a run, for the commands that compare and draw runs.  Needs only Python.
 
-Reads schemas 1 to 8.  A resumed run may repeat steps; callers decide which record of a step is used.  An incomplete
+Reads schemas 1 to 9.  A resumed run may repeat steps; callers decide which record of a step is used.  An incomplete
 last line, which a killed run leaves, is skipped.
 """
 
@@ -15,7 +15,7 @@ from sft.files.folder_files import METRICS_BYTES, UnsafeFileError, read_file
 Value = int | float | None
 Metrics = dict[str, Value]  # by name; "/" joins the names of nested values: `loss by position/0-4K/loss`
 
-SCHEMAS = (1, 2, 3, 4, 5, 6, 7, 8)
+SCHEMAS = (1, 2, 3, 4, 5, 6, 7, 8, 9)
 TRAIN, EVAL = "train", "eval"
 
 

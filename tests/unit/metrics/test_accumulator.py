@@ -11,7 +11,7 @@ import torch.distributed as dist
 from sft.batch import Sample
 from sft.data.packing.pack import Collator, local_part
 from sft.layers.flops import AttentionCost, TrainFlops
-from sft.metrics.accumulator import Accumulator, SupervisedTokens
+from sft.metrics.accumulator import Accumulator, SupervisedTokens, TaughtTokens
 from sft.metrics.totals import Peak, Totals, quantity
 from sft.parallel.cp_bytes import CpBytes
 from sft.parallel.cp_group import CpGroup
@@ -75,6 +75,32 @@ def test_written_out(accumulator: Accumulator) -> None:
     assert found.work_imbalance == 1.0
     assert (found.num_slots, found.num_packs_by_cp_size) == (2, {"1": 2, "2": 0})
     assert found.num_aligned_by_cp_size == {"1": 24, "2": 0}
+
+
+def test_a_teacher_counts_its_tokens_by_source(accumulator: Accumulator) -> None:
+    """Three supervised tokens of source a and one of b; the second one has no teacher."""
+    pack = Collator(doc_multiple=8, pad_id=0, pack_multiple=32).pack([answer(5, 3), answer(3, 1, source=1)])
+    part = local_part(pack, np.arange(len(pack.tokens)), cp_size=1, doc_multiple=8)
+    tokens = SupervisedTokens(
+        objective=7.0,
+        denominator=4,
+        nll=np.array([1.0, 2.0, 3.0, 0.5]),
+        entropy=None,
+        correct=np.zeros(4),
+        num_rows=4,
+        buckets=accumulator.buckets(part),
+        teacher=TaughtTokens(
+            divergence=np.array([0.5, 0.0, 0.25, 2.0]),
+            agrees=np.array([1.0, 0.0, 1.0, 0.0]),
+            covered=np.array([0.5, 0.0, 0.75, 1.0]),
+            is_taught=np.array([True, False, True, True]),
+        ),
+    )
+    found = accumulator.totals([part], [tokens])
+    assert (found.num_taught, found.divergence, found.num_agreeing, found.covered) == (3, 2.75, 2, 2.25)
+    assert found.num_taught_by_source == {"a": 2, "b": 1} and found.divergence_by_source == {"a": 0.75, "b": 2.0}
+    without = accumulator.totals([part], [replace(tokens, teacher=None)])
+    assert (without.num_taught, without.divergence_by_source) == (0, {"a": 0.0, "b": 0.0})
 
 
 def test_packs_are_counted_by_cp_size(accumulator: Accumulator) -> None:

@@ -136,10 +136,37 @@ def test_multi_token_prediction_has_a_loss_and_a_count_of_its_own() -> None:
     assert train("train.mtp=detached", mtp_nll=0.0, num_mtp_tokens=0)["mtp loss"] is None
 
 
+TEACHER = dict(num_taught=16, divergence=4.0, num_agreeing=12, covered=14.0)
+TEACHER |= dict(num_taught_by_source={"chat": 0, "code": 16}, divergence_by_source={"chat": 0.0, "code": 4.0})
+TAUGHT = train("loss.distill.weight=1.0", **TEACHER)
+TEACHER_NAMES = (*(f"teacher/{name}" for name in ("divergence", "agreement", "covered", "tokens")), "teacher by source")
+
+
+def test_a_teacher_written_out() -> None:
+    """16 of 20 supervised tokens have a teacher; the objective of all of them is 30 nats, of which 25 are -log p."""
+    assert {name: TAUGHT[name] for name in TEACHER_NAMES} == {
+        "teacher/divergence": 0.25,
+        "teacher/agreement": 0.75,
+        "teacher/covered": 0.875,
+        "teacher/tokens": 16,
+        "teacher by source": {"chat": {"divergence": None, "tokens": 0}, "code": {"divergence": 0.25, "tokens": 16}},
+    }
+    assert (TAUGHT["lm loss"], TAUGHT["nll"]) == (1.5, 1.25)
+    assert not set(TEACHER_NAMES) & train().keys() and "nll" not in train()
+    # A held-out set may have a teacher in a run without distillation; without a token, there is no mean.
+    assert evaluation(**TEACHER)["teacher/divergence"] == 0.25
+    assert evaluation("loss.distill.weight=1.0")["teacher/divergence"] is None
+
+
 RECORDS = {
     "start": START,
-    "train": EXPERTS | {name: DYNAMIC[name] for name in DYNAMIC_NAMES} | {name: MTP[name] for name in MTP_NAMES},
-    "eval": evaluation(*EVERYTHING, "train.mtp=joint"),
+    "train": EXPERTS
+    | {name: DYNAMIC[name] for name in DYNAMIC_NAMES}
+    | {name: MTP[name] for name in MTP_NAMES}
+    | {name: TAUGHT[name] for name in TEACHER_NAMES},
+    "eval": evaluation(*EVERYTHING, "train.mtp=joint", **TEACHER),
+    "train with a teacher": TAUGHT,
+    "eval without a teacher": evaluation(*EVERYTHING, "train.mtp=joint"),
     "train with multi-token prediction": MTP,
     "train of little": train(),
     "train with dynamic CP": DYNAMIC,
@@ -164,7 +191,7 @@ def test_records_with_a_name_more_or_less_are_not(kind: str) -> None:
 
 
 OPTIONAL = ("nll", "entropy", "mfu", "memory/allocated-gib", "memory/allocated-rank", "memory/reserved-gib",
-            "memory/reserved-rank", *DYNAMIC_NAMES, *MTP_NAMES,
+            "memory/reserved-rank", *DYNAMIC_NAMES, *MTP_NAMES, *TEACHER_NAMES,
             *(name for name in EXPERTS if name.startswith("experts/")))  # fmt: skip
 
 
@@ -211,5 +238,8 @@ def in_schema(part: dict[str, Any], whole: dict[str, Any]) -> set[str]:
 
 @pytest.mark.parametrize("kind", ["start", "train", "eval"])
 def test_the_page_the_schema_and_the_records_have_the_same_names(kind: str) -> None:
-    written = {re.sub(r"^(loss by \w+|by cp size)/[^/]+/", r"\1/NAME/", name) for name, _ in flat(RECORDS[kind])}
+    written = {
+        re.sub(r"^(loss by \w+|by cp size|teacher by source)/[^/]+/", r"\1/NAME/", name)
+        for name, _ in flat(RECORDS[kind])
+    }
     assert written == documented(kind) == in_schema({"$ref": f"#/$defs/{kind}"}, validator().schema)

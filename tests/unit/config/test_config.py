@@ -133,7 +133,7 @@ HOST_OPTIMIZER = "offload_fraction = 0.5 .*needs run.precision = bf16 and parall
         (("loss.distill.start_weight=0.0",), "loss.distill.start_weight = 0.0 .*needs ramp_steps"),
         (("loss.distill.ramp_steps=9",), "loss.distill.ramp_steps = 9 .*needs start_weight"),
         (("loss.distill.label_weight=0.5",), "label_weight = 0.5 .*has no effect with loss.distill.weight = 0"),
-        (("loss.distill.temperature=0.0",), "loss.distill.temperature = 0.0; expected a number above 0.0"),
+        (("loss.distill.temperature=0.0",), "temperature = 0.0 .*; expected a number above 0.0"),
         (
             ("loss.distill.weight=1.0", "loss.distill.by_source={code: 0.5}"),
             "loss.distill.by_source = .*names code, but data.train has no named sources",

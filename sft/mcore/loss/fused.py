@@ -71,11 +71,11 @@ class _Loss(torch.autograd.Function):
 class _Further(NamedTuple):
     """The further targets of a chunk of tokens.
 
-    index    int64 [m], each target's token, as an index in the chunk
+    tokens   int64 [m], each target's token, as an index in the chunk
     numbers  the targets' slice of the statistics of all targets
     """
 
-    index: Tensor
+    tokens: Tensor
     labels: Tensor
     weights: Tensor
     rows: RowStatistics
@@ -115,7 +115,7 @@ class _ChunkedHead:
         all_rows.assign(part, rows)
         total = objective(rows, weights, loss) + divergence_term(rows, teacher)
         if further is not None:
-            further = further._replace(rows=further.rows.with_teacher_of(rows, further.index))
+            further = further._replace(rows=further.rows.with_teacher_of(rows, further.tokens))
             all_rows.assign(further.numbers, further.rows)
             total = total + objective(further.rows, further.weights, loss)
         if train:
@@ -148,14 +148,14 @@ class _ChunkedHead:
         """Replace the scores of a chunk by their gradient.  coefficients: those of the first targets' objective"""
         if further is not None:
             others = objective_coefficients(further.rows, further.weights, self.loss)
-            coefficients = coefficients.with_further(further.index, others)
+            coefficients = coefficients.with_further(further.tokens, others)
         if distilled is None:
             gradient(scores, labels, rows, coefficients, self.shard, out=scores)
         else:
             distilled.write(scores, labels, coefficients, out=scores)
             coefficients = distilled.with_rest(coefficients)
         if further is not None:
-            index, more = further.index, further.labels
+            index, more = further.tokens, further.labels
             shared = coefficients.map(lambda column: column[index])._replace(label=others.label)
             listed = None if distilled is None else distilled.lists(index, more)
             correct_labels(index, more, further.rows, shared, self.shard, out=scores, listed=listed)

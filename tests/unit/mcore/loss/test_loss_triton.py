@@ -80,6 +80,36 @@ def test_gradient_of_scores(
     assert not found[:, real:].any()
 
 
+@dtypes
+@with_entropy
+@caps
+def test_scores_that_a_teacher_took_out(dtype: torch.dtype, entropy: bool, softcap: float | None) -> None:
+    """They add nothing to the sums, and get no gradient; a soft cap does not make them finite.  One row has no other
+    scores."""
+    scores, labels = case(5, 300, dtype)
+    outside = torch.full_like(labels, -1)
+    scores[:, ::7] = softmax_torch.TAKEN_OUT
+    scores[2] = softmax_torch.TAKEN_OUT
+    found, wanted = (p.row_sums(scores, outside, 257, entropy, softcap) for p in (softmax_triton, softmax_torch))
+    torch.testing.assert_close(found, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+    rest = scores[:, [i for i in range(257) if i % 7]]
+    alone = softmax_torch.row_sums(rest, outside, rest.shape[1], entropy, softcap)
+    others = [0, 1, 3, 4]
+    torch.testing.assert_close(found[:, others], alone[:, others], rtol=TOLERANCE, atol=TOLERANCE)
+    assert found[0, 2] < softmax_torch.TAKEN_OUT / 2
+    lse = torch.where(found[0] < softmax_torch.TAKEN_OUT / 2, 0.0, found[0] + found[1].log())
+    generator = torch.Generator().manual_seed(8)
+    softmax, surprise, label = torch.randn(3, 5, generator=generator).to(lse.dtype).to(DEVICE)
+    coefficients = GradientCoefficients(softmax=softmax, entropy=surprise if entropy else None, label=label)
+    gradients = [torch.full_like(scores, torch.nan) for _ in range(2)]
+    for passes, out in zip((softmax_triton, softmax_torch), gradients):
+        passes.score_gradient(scores, outside, 257, torch.zeros_like(lse), lse, coefficients, out, softcap)
+        assert not out[:, ::7].any() and not out[2].any()
+    torch.testing.assert_close(
+        *gradients, rtol=BF16_TOLERANCE if dtype == torch.bfloat16 else TOLERANCE, atol=TOLERANCE
+    )
+
+
 def test_rows_that_are_far_apart_in_memory() -> None:
     """A slice of a wider buffer: the kernel must find rows by their stride."""
     scores, labels = case(6, 300, torch.float32)

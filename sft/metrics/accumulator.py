@@ -22,7 +22,7 @@ from sft.parallel.cp_group import CpGroup
 
 @dataclass(frozen=True, kw_only=True)
 class TaughtTokens:
-    """What the supervised tokens of one microbatch learn from a teacher; float64 [n], and 0 for tokens without one."""
+    """The divergences of supervised tokens of one microbatch from a teacher; float64 [n], 0 for tokens without one."""
 
     divergence: np.ndarray  # from the teacher, in nats
     agrees: np.ndarray  # 1 if no token has a larger score than the teacher's first id

@@ -52,10 +52,10 @@ class Distilled:
         listed = torch.where(teacher.ids >= 0, self._scores, TAKEN_OUT)
         self.agrees = (teacher.is_known & (listed[:, 0] >= torch.maximum(largest, listed.amax(-1)))).to(lse.dtype)
         rest, has_rest = (lse - rows.lse, lse > TAKEN_OUT / 2)  # no rest: the list is the whole vocabulary
-        self.value, slopes = of_outcomes(self._scores - rows.lse[:, None], rest, teacher, has_rest, distill)
+        self.value, derivatives = of_outcomes(self._scores - rows.lse[:, None], rest, teacher, has_rest, distill)
         # with respect to log p of each id; and to log p of the bucket, divided by p of the bucket
-        self._of_known = slopes[:, :-1]
-        self._of_rest = torch.where(has_rest, slopes[:, -1] * (-rest).clamp(max=_LARGEST_EXPONENT).exp(), 0.0)
+        self._of_known = derivatives[:, :-1]
+        self._of_rest = torch.where(has_rest, derivatives[:, -1] * (-rest).clamp(max=_LARGEST_EXPONENT).exp(), 0.0)
 
     def _take_out(self, scores: Tensor) -> None:
         """Read the scores of the teacher's ids, and replace them by TAKEN_OUT.
@@ -123,27 +123,29 @@ def of_outcomes(
     known: the student's log-probabilities of the teacher's ids, [n, k]; rest: that of all other tokens, [n]
     has_rest: bool [n], whether there are other tokens
     """
-    listed, theirs = teacher.ids >= 0, teacher.logprobs.to(known.dtype)
-    missing = 1.0 - torch.where(listed, theirs, -torch.inf).double().exp().sum(-1)  # the sum may be close to 1
-    their_rest = missing.clamp(min=_SMALLEST_REST).log().to(known.dtype)
+    listed, logprobs_at_1 = teacher.ids >= 0, teacher.logprobs.to(known.dtype)
+    # In float64, because the sum may be close to 1.
+    missing = 1.0 - torch.where(listed, logprobs_at_1, -torch.inf).double().exp().sum(-1)
+    rest_at_1 = missing.clamp(min=_SMALLEST_REST).log().to(known.dtype)
     is_outcome = torch.cat((listed, (has_rest & teacher.is_known & (distill.tail == "bucket"))[:, None]), dim=1)
 
-    def tempered(logprobs: Tensor) -> Tensor:
-        """[n, k + 1] -> log-probabilities over the outcomes at the temperature; TAKEN_OUT where there is no outcome."""
+    def tempered(of_known: Tensor, of_rest: Tensor) -> Tensor:
+        """Log-probabilities over the outcomes at the temperature, [n, k + 1]; TAKEN_OUT where there is no outcome."""
+        logprobs = torch.cat((of_known, of_rest[:, None]), dim=1)
         return torch.where(is_outcome, logprobs / distill.temperature, TAKEN_OUT).log_softmax(-1)
 
-    mine, theirs = tempered(torch.cat((known, rest[:, None]), 1)), tempered(torch.cat((theirs, their_rest[:, None]), 1))
-    p, q = (torch.where(is_outcome, x.exp(), 0.0) for x in (theirs, mine))
+    log_p, log_q = tempered(logprobs_at_1, rest_at_1), tempered(known, rest)  # of teacher and student
+    p, q = (torch.where(is_outcome, logprobs.exp(), 0.0) for logprobs in (log_p, log_q))
     if distill.direction == "forward":
-        value, slopes = (p * (theirs - mine)).sum(-1), q - p
+        value, derivatives = (p * (log_p - log_q)).sum(-1), q - p
     elif distill.direction == "reverse":
-        away = mine - theirs
+        away = log_q - log_p
         value = (q * away).sum(-1)
-        slopes = q * (away - value[:, None])
+        derivatives = q * (away - value[:, None])
     else:
-        middle = torch.logaddexp(mine, theirs) - math.log(2.0)
-        away = mine - middle
+        middle = torch.logaddexp(log_p, log_q) - math.log(2.0)
+        away = log_q - middle
         to_middle = (q * away).sum(-1)
-        value = 0.5 * ((p * (theirs - middle)).sum(-1) + to_middle)
-        slopes = 0.5 * q * (away - to_middle[:, None])
-    return value, slopes / distill.temperature
+        value = 0.5 * ((p * (log_p - middle)).sum(-1) + to_middle)
+        derivatives = 0.5 * q * (away - to_middle[:, None])
+    return value, derivatives / distill.temperature

@@ -130,6 +130,11 @@ class Config(Section):
                 "megatron-core's hybrid optimizer does not update all weights; set both, or offload_fraction = 0"
             )
         names = self.data.train if isinstance(self.data.train, dict) else ()
+        if self.loss.distill.is_on and self.data.teacher.k is None:
+            yield "loss.distill.weight", (
+                "needs the distributions of a teacher, which data.teacher.k = null does not read; set data.teacher.k, "
+                "such as 64, or loss.distill.weight = 0"
+            )
         if unknown := [name for name in self.loss.distill.by_source if name not in names]:
             yield "loss.distill.by_source", (
                 f"names {unknown[0]}, but data.train has {', '.join(names) or 'no named sources'}; name a source of "

@@ -96,7 +96,7 @@ class Engine:
         microbatches: those of this data-parallel rank; sources: names of the sources, for the loss of each source
         data_wait_s: seconds that this rank waited for data
         """
-        self._teacher_weights.begin(self.scheduler.num_steps, microbatches)
+        self._teacher_weights.begin(self.scheduler.num_steps)
         totals = self._run(microbatches, sources, data_wait_s=data_wait_s, forward_only=False)
         self._progress("update of the weights")
         self.scheduler.step(1)

@@ -1,6 +1,6 @@
 """Defines a teacher's distributions of the supervised tokens of a microbatch, and what each counts in the objective."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +9,6 @@ from torch import Tensor
 
 from sft.batch import Microbatch, TeacherTargets
 from sft.config import Config
-from sft.errors import DataError
 from sft.mcore.device import send
 
 
@@ -55,17 +54,9 @@ class TeacherWeights:
         self._by_source = np.array([self._distill.by_source.get(name, 1.0) for name in names], dtype=np.float32)
         self._weight = self._distill.weight
 
-    def begin(self, step: int, microbatches: Sequence[Microbatch]) -> None:
-        """Set the weight for the step after `step` steps.
-
-        Raises DataError if the objective has a divergence, and the data have no teacher.
-        """
+    def begin(self, step: int) -> None:
+        """Set the weight for the step after `step` steps."""
         self._weight = self._distill.weight_at(step)
-        if self._distill.is_on and any(mb.teacher is None for mb in microbatches):
-            raise DataError(
-                f"loss.distill.weight = {self._distill.weight:g} needs a teacher, and the training data have none: no "
-                "row has the column `teacher`.  Write it with `sft score`, or use loss.distill.weight = 0."
-            )
 
     def of_tokens(self, microbatch: Microbatch, *, training: bool) -> Tensor | None:
         """The factor of each token of this rank, float32 [t], with temperature^2; None without a teacher.

@@ -130,6 +130,7 @@ HOST_OPTIMIZER = "offload_fraction = 0.5 .*needs run.precision = bf16 and parall
     "overrides, why",
     [
         (("loss.impl=full", "loss.chunk_size=7"), "loss.chunk_size = 7 .*has no effect with impl = full"),
+        (("loss.distill.weight=1.0",), "distill.weight = 1.0 .*needs the distributions of a teacher, which .*k = null"),
         (("loss.distill.start_weight=0.0",), "loss.distill.start_weight = 0.0 .*needs ramp_steps"),
         (("loss.distill.ramp_steps=9",), "loss.distill.ramp_steps = 9 .*needs start_weight"),
         (("loss.distill.label_weight=0.5",), "label_weight = 0.5 .*has no effect with loss.distill.weight = 0"),

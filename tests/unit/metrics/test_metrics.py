@@ -138,7 +138,8 @@ def test_multi_token_prediction_has_a_loss_and_a_count_of_its_own() -> None:
 
 TEACHER = dict(num_taught=16, divergence=4.0, num_agreeing=12, covered=14.0)
 TEACHER |= dict(num_taught_by_source={"chat": 0, "code": 16}, divergence_by_source={"chat": 0.0, "code": 4.0})
-TAUGHT = train("loss.distill.weight=1.0", **TEACHER)
+DISTILL = ("loss.distill.weight=1.0", "data.teacher.k=4")
+TAUGHT = train(*DISTILL, **TEACHER)
 TEACHER_NAMES = (*(f"teacher/{name}" for name in ("divergence", "agreement", "covered", "tokens")), "teacher by source")
 
 
@@ -155,7 +156,7 @@ def test_a_teacher_written_out() -> None:
     assert not set(TEACHER_NAMES) & train().keys() and "nll" not in train()
     # A held-out set may have a teacher in a run without distillation; without a token, there is no mean.
     assert evaluation(**TEACHER)["teacher/divergence"] == 0.25
-    assert evaluation("loss.distill.weight=1.0")["teacher/divergence"] is None
+    assert evaluation(*DISTILL)["teacher/divergence"] is None
 
 
 RECORDS = {

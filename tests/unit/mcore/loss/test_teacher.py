@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from sft.batch import BranchTargets, Microbatch, TeacherTargets
 from sft.config import Config
-from sft.errors import DataError
 from sft.mcore.loss import Targets
 from sft.mcore.loss.mtp import MtpLoss
 from sft.mcore.loss.teacher import TeacherWeights
@@ -20,7 +19,7 @@ CPU = torch.device("cpu")
 RECIPE = """
 run: {dir: unused, device: cpu, precision: fp32}
 model: {num_layers: 1, hidden_size: 8, ffn_hidden_size: 8, num_attention_heads: 2, init_from: random}
-data: {train: {chat: {files: unused}, code: {files: unused}}, seq_length: 32}
+data: {train: {chat: {files: unused}, code: {files: unused}}, seq_length: 32, teacher: {k: 2}}
 train: {num_steps: 5, global_batch_size: 1}
 optim: {lr: 1e-3}
 """
@@ -48,10 +47,11 @@ def test_the_weight_of_a_step(step: int, weight: float) -> None:
     keys = ["weight=3.0", "start_weight=1.0", "ramp_steps=4", "temperature=2.0", "by_source={code: 0.5}"]
     weights = TeacherWeights(config(*(f"loss.distill.{key}" for key in keys)))
     mb = two_documents()
-    weights.begin(step, [mb])
+    weights.begin(step)
     found, evaluated = (weights.of_tokens(mb, training=training) for training in (True, False))
     assert found is not None and found.tolist() == [2 * weight, 2 * weight, 4 * weight, 4 * weight]
     assert evaluated is not None and evaluated.tolist() == [12.0] * 4
+    assert weights.of_tokens(two_documents(teacher=False), training=True) is None
 
 
 def test_without_a_ramp_each_step_has_the_same_weight() -> None:
@@ -60,14 +60,6 @@ def test_without_a_ramp_each_step_has_the_same_weight() -> None:
     falling = config(*(f"loss.distill.{key}" for key in ("start_weight=1.0", "ramp_steps=2"))).loss.distill
     assert [falling.weight_at(step) for step in range(4)] == [1.0, 0.5, 0.0, 0.0] and falling.is_on
     assert not config().loss.distill.is_on
-
-
-def test_the_objective_of_no_teacher_is_refused() -> None:
-    weights = TeacherWeights(config("loss.distill.weight=0.5"))
-    with pytest.raises(DataError, match="loss.distill.weight = 0.5 needs a teacher, and the training data have none"):
-        weights.begin(0, [two_documents(), two_documents(teacher=False)])
-    TeacherWeights(config()).begin(0, [two_documents(teacher=False)])
-    assert weights.of_tokens(two_documents(teacher=False), training=False) is None
 
 
 def test_a_token_counts_with_the_weights_of_all_its_targets() -> None:

@@ -86,6 +86,8 @@ def prepare(
     except OSError as error:
         raise _failure(cache_dir, error) from error
     corpus = make_corpus(files, [stores[folder] for folder in folders], data, names)
+    if (num_untaught := corpus.num_untaught) > 0:
+        console.say(f"{num_untaught:,} of {len(corpus):,} samples have no teacher: they are learnt from labels only")
     corpus.work = {file: work[folder] for file, folder in zip(files, folders) if folder in work}
     corpus.check_omitted(data, tokenizer)
     return corpus

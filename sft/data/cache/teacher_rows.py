@@ -38,7 +38,9 @@ class TeacherReader:
     def __init__(self, data: DataConfig, tokenizer: ChatTokenizer) -> None:
         self._teacher, self._tokenizer = data.teacher, tokenizer
         self._records = (
-            None if data.teacher.files is None else _records(tuple(data.teacher.files), tokenizer.ids_digest)
+            None
+            if data.teacher.files is None
+            else _records(tuple(data.teacher.files), tokenizer.ids_digest, data.teacher.k or 0)
         )
 
     def of_row(self, value: Any, row: Chat | PlainText | Tokenized, tokens: np.ndarray) -> Distributions | None:
@@ -98,9 +100,9 @@ class TeacherReader:
 
 
 @lru_cache(maxsize=1)
-def _records(files: tuple[str, ...], ids_digest: str) -> Records:
-    """The records of files.  A process that makes several parts reads their keys once."""
-    return Records([Path(file) for file in files], ids_digest)
+def _records(files: tuple[str, ...], ids_digest: str, k: int) -> Records:
+    """The records of files.  A process that makes several parts reads their digests once."""
+    return Records([Path(file) for file in files], ids_digest, k)
 
 
 def _spans(text: str, tokens: np.ndarray, tokenizer: ChatTokenizer) -> Spans:

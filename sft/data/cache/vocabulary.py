@@ -13,8 +13,13 @@ from sft.parallel.layout import vocab_rows
 
 def check_ids(config: Config, corpus: Corpus, tokenizer: ChatTokenizer) -> None:
     """Raises DataError if the embedding lacks a row for a token of `corpus`, or for an id of a teacher's distribution.
-    The message names the first of them."""
+    The message names the first of them.  Also raises DataError if data.teacher.k is above the number of rows."""
     rows = vocab_rows(config.model, tokenizer.vocab_size)
+    if (k := config.data.teacher.k) is not None and k > rows:
+        raise DataError(
+            f"data.teacher.k = {k} is more than the {rows:,} tokens of the vocabulary.  Give at most this number; 64 is "
+            "usual."
+        )
     if (taught := corpus.first_taught_beyond(rows)) is not None:
         raise DataError(
             f"{corpus.name(taught[0])}: the teacher's distributions have the id {taught[1]:,}, but the embedding has "

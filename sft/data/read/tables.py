@@ -19,7 +19,8 @@ from sft.data.read.strict_json import Unreadable, parse_json
 from sft.errors import DataError
 from sft.parallel.messages import message
 
-_ROWS_AT_ONCE = 64  # a small number, because long rows need much memory as Python objects
+# Small numbers, because long rows need much memory as Python objects, distributions of a teacher above all.
+_ROWS_AT_ONCE, _BYTES_AT_ONCE = 64, 8 << 20
 _ARROW_FILE = b"ARROW1"  # the first bytes of Arrow's file format; datasets writes Arrow's stream format
 
 Convert = Callable[[Any], Any]
@@ -75,8 +76,9 @@ def read_table(
                 skipped = min(start, batch.num_rows)
                 start -= skipped
                 chosen = batch if columns is None else _renamed(batch, columns)
-                for first in range(skipped, batch.num_rows, _ROWS_AT_ONCE):
-                    yield from _rows(chosen.slice(first, _ROWS_AT_ONCE))
+                step = max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE * batch.num_rows // max(1, chosen.nbytes)))
+                for first in range(skipped, batch.num_rows, step):
+                    yield from _rows(chosen.slice(first, min(step, batch.num_rows - first)))
 
 
 def _renamed(batch: Any, columns: Columns) -> Any:

@@ -33,6 +33,7 @@ from sft.errors import DataError
 
 FORMAT = "sft score 1"
 METADATA = b"sft_score"
+_DIGEST = np.dtype("S32")
 _FIELDS = ("tokenizer", "digest", "positions", "ids", "logprobs", "label_logprobs")
 
 
@@ -108,34 +109,37 @@ def to_batch(samples: Sequence[ScoredSample], tokenizer: str, kind: Any) -> Any:
 
 
 class Records:
-    """The records of some files.  Keeps one row group of each file in memory.
+    """The records of some files.  Keeps one row group of each file in memory, and 40 bytes for each record.
 
-    Raises DataError if a file cannot be read, or was not written by `sft score` or with another tokenizer.
+    Raises DataError if a file cannot be read, was not written by `sft score`, or with another tokenizer or a smaller k.
     """
 
-    def __init__(self, files: Sequence[Path], ids_digest: str) -> None:
-        self._files = [_File(file, ids_digest) for file in files]
-        self._where: dict[str, tuple[int, int]] = {}
-        self._rows: dict[int, list[str]] = {}
-        for number, file in enumerate(self._files):
-            for index, (row, digest) in enumerate(file.keys()):
-                self._where.setdefault(digest, (number, index))
-                self._rows.setdefault(row, []).append(digest)
+    def __init__(self, files: Sequence[Path], ids_digest: str, k: int) -> None:
+        self._files = [_File(file, ids_digest, k) for file in files]
+        digests = [file.digests() for file in self._files]
+        self._starts = np.cumsum([0, *map(len, digests)])
+        every = np.concatenate([np.empty(0, _DIGEST), *digests])
+        self._order = np.argsort(every, kind="stable")  # of equal records, the first is used
+        self._sorted = every[self._order]
 
     def find(self, digest: str) -> Entries | None:
         """The record of the sample with these tokens, or None if there is none.  Raises DataError if it is damaged."""
-        if digest not in self._where:
+        wanted = np.array(digest.encode(), _DIGEST)
+        index = int(np.searchsorted(self._sorted, wanted))
+        if index == len(self._sorted) or self._sorted[index] != wanted:
             return None
-        number, index = self._where[digest]
-        return self._files[number].entries(index)
+        record = int(self._order[index])
+        number = int(np.searchsorted(self._starts, record, side="right")) - 1
+        return self._files[number].entries(record - int(self._starts[number]))
 
     def why_missing(self, row: int) -> str:
         """Why a sample of the row has no record, for a message.  row: the number of the row"""
         names = ", ".join(str(file.path) for file in self._files)
-        if others := self._rows.get(row):
+        others = [other for file in self._files for other in file.digests(row)]
+        if others:
             return (
-                f"{names} has row {row:,} with other tokens (digest {others[0][:12]}).  Its tokens follow from the "
-                "tokenizer, the chat template, data.turns, data.over_long and data.seq_length, and from the text"
+                f"{names} has row {row:,} with other tokens (digest {others[0].decode()[:12]}).  Its tokens follow from "
+                "the tokenizer, the chat template, data.turns, data.over_long and data.seq_length, and from the text"
             )
         return f"{names} has no record of row {row:,}"
 
@@ -143,7 +147,7 @@ class Records:
 class _File:
     """One file of `sft score`."""
 
-    def __init__(self, path: Path, ids_digest: str) -> None:
+    def __init__(self, path: Path, ids_digest: str, k: int) -> None:
         from pyarrow import parquet
 
         self.path = path
@@ -159,13 +163,23 @@ class _File:
                 "file that `sft score` wrote; rows of other programs may have the key teacher instead."
             )
         check_tokenizer(facts["tokenizer"], ids_digest, f"data.teacher.files: {path}: ")
+        if facts["k"] < k:
+            raise DataError(
+                f"data.teacher.files: {path} was scored with --top-k {facts['k']}, fewer tokens than data.teacher.k = "
+                f"{k}.  Set data.teacher.k to at most {facts['k']}, or score the data again."
+            )
 
-    def keys(self) -> list[tuple[int, str]]:
-        """The row and the digest of each record."""
+    def digests(self, row: int | None = None) -> np.ndarray:
+        """The digest of the tokens of each record, or of the records of one row of the data: _DIGEST [n]."""
         with _guarded(self.path):
-            rows = self._table.read(columns=["row"]).column("row").to_pylist()
-            digests = self._table.read(columns=["teacher.digest"]).column("teacher").to_pylist()
-            return list(zip(rows, [entry["digest"] for entry in digests], strict=True))
+            parts = [np.empty(0, _DIGEST)]
+            from pyarrow import compute as pc
+
+            for group in range(self._table.num_row_groups):
+                table = self._table.read_row_group(group, columns=["row", "teacher.digest"])
+                of_group = pc.struct_field(table["teacher"], "digest").to_numpy().astype(_DIGEST)
+                parts.append(of_group if row is None else of_group[table["row"].to_numpy() == row])
+            return np.concatenate(parts)
 
     def entries(self, index: int) -> Entries:
         """The distributions of a record."""

@@ -132,6 +132,10 @@ def test_refusals(tmp_path: Path) -> None:
     assert "b.jsonl:1: token 2 is supervised, but has no distribution of the teacher, as have 33 of the 38" in more
     tokenizer = refused(tmp_path, [ROW], score(tmp_path / "c.parquet", before, tokenizer="0f" * 32))
     assert "c.parquet: the teacher's ids are of another tokenizer (digest 0f0f0f0f0f0f) than that of" in tokenizer
+    with pytest.raises(
+        DataError, match="scored.parquet was scored with --top-k 3, fewer tokens than data.teacher.k = 4"
+    ):
+        corpus_of(write(tmp_path / "b.jsonl", ROW), teacher={"k": 4, "files": [file]})
     pq.write_table(pq.read_table(file).replace_schema_metadata(None), tmp_path / "plain.parquet")
     plain = refused(tmp_path, [ROW], str(tmp_path / "plain.parquet"))
     assert "plain.parquet is no file of sft score 1 (its metadata say None)" in plain
@@ -143,7 +147,9 @@ def test_refusals(tmp_path: Path) -> None:
 
 def test_rows_without_a_record_may_learn_from_labels(tmp_path: Path) -> None:
     file = score(tmp_path / "scored.parquet", corpus_of(write(tmp_path / "a.jsonl", ROW)))
-    corpus = corpus_of(write(tmp_path / "b.jsonl", LONG, ROW), teacher={**K2, "files": [file], "missing": "labels"})
+    path, log = write(tmp_path / "b.jsonl", LONG, ROW), list[str]()
+    corpus = corpus_of(path, teacher={**K2, "files": [file], "missing": "labels"}, log=log)
+    assert log[-1] == "1 of 2 samples have no teacher: they are learnt from labels only"
     assert corpus.sample(0).teacher is None and corpus.sample(1).teacher is not None
 
 
@@ -152,6 +158,8 @@ def test_an_id_beyond_the_embedding(tmp_path: Path) -> None:
     row = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "teacher": teacher}
     corpus = corpus_of(write(tmp_path / "a.jsonl", row), teacher={"k": 1})
     check_ids(parsed("model.vocab_size=301").config, corpus, ByteTokenizer())
+    with pytest.raises(DataError, match="data.teacher.k = 302 is more than the 301 tokens of the vocabulary"):
+        check_ids(parsed("model.vocab_size=301", "data.teacher.k=302").config, corpus, ByteTokenizer())
     with pytest.raises(
         DataError, match="a.jsonl:1: the teacher's distributions have the id 300, but the embedding has"
     ):

@@ -95,11 +95,6 @@ class Corpus:
         """Whether a sample has a tree."""
         return any(store.trees is not None and bool(store.row_report.trees) for store in self._stores)
 
-    @property
-    def num_untaught(self) -> int:
-        """The number of samples without distributions of a teacher; 0 without data.teacher.k."""
-        return sum(int((store.teacher.counts == 0).sum()) for store in self._stores if store.teacher is not None)
-
     @cached_property
     def longest(self) -> int:
         """The number of tokens of the longest text of any sample, which is the largest position plus one."""

@@ -85,8 +85,10 @@ def prepare(
             stores[folder] = store
     except OSError as error:
         raise _failure(cache_dir, error) from error
-    corpus = make_corpus(files, [stores[folder] for folder in folders], data, names)
-    if (num_untaught := corpus.num_untaught) > 0:
+    chosen = [stores[folder] for folder in folders]
+    corpus = make_corpus(files, chosen, data, names)
+    num_untaught = sum(int((store.teacher.counts == 0).sum()) for store in chosen if store.teacher is not None)
+    if num_untaught:
         console.say(f"{num_untaught:,} of {len(corpus):,} samples have no teacher: they are learnt from labels only")
     corpus.work = {file: work[folder] for file, folder in zip(files, folders) if folder in work}
     corpus.check_omitted(data, tokenizer)

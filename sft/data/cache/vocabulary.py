@@ -17,8 +17,8 @@ def check_ids(config: Config, corpus: Corpus, tokenizer: ChatTokenizer) -> None:
     rows = vocab_rows(config.model, tokenizer.vocab_size)
     if (k := config.data.teacher.k) is not None and k > rows:
         raise DataError(
-            f"data.teacher.k = {k} is more than the {rows:,} tokens of the vocabulary.  Give at most this number; 64 is "
-            "usual."
+            f"data.teacher.k = {k} is more than the {rows:,} tokens of the vocabulary.  Give at most this number; 64 "
+            "is usual."
         )
     if (taught := corpus.first_taught_beyond(rows)) is not None:
         raise DataError(

@@ -118,9 +118,9 @@ class Records:
         self._files = [_File(file, ids_digest, k) for file in files]
         digests = [file.digests() for file in self._files]
         self._starts = np.cumsum([0, *map(len, digests)])
-        every = np.concatenate([np.empty(0, _DIGEST), *digests])
-        self._order = np.argsort(every, kind="stable")  # of equal records, the first is used
-        self._sorted = every[self._order]
+        joined = np.concatenate([np.empty(0, _DIGEST), *digests])
+        self._order = np.argsort(joined, kind="stable")  # of equal records, the first is used
+        self._sorted = joined[self._order]
 
     def find(self, digest: str) -> Entries | None:
         """The record of the sample with these tokens, or None if there is none.  Raises DataError if it is damaged."""
@@ -138,8 +138,8 @@ class Records:
         others = [other for file in self._files for other in file.digests(row)]
         if others:
             return (
-                f"{names} has row {row:,} with other tokens (digest {others[0].decode()[:12]}).  Its tokens follow from "
-                "the tokenizer, the chat template, data.turns, data.over_long and data.seq_length, and from the text"
+                f"{names} has row {row:,} with other tokens (digest {others[0].decode()[:12]}).  They follow from "
+                "the text, the tokenizer, the chat template, data.turns, data.over_long and data.seq_length"
             )
         return f"{names} has no record of row {row:,}"
 

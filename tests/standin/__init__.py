@@ -20,6 +20,6 @@ gives all experts equal shares.
     nvml.c     NVML               fla_shapes.py  replaces the kernels of linear attention
     answers.py replaces results of kernels                       steps.py     training steps of one rank
     calls.py   calls our C code, reads its counters              declarations/ replaces absent CUDA headers
-    te_modules.py, te_checkpoints.py, grouped.py                 Transformer Engine's modules, in one process
+    te_modules.py, te_checkpoints.py, te_determinism.py, grouped.py  Transformer Engine, in one process
     grids.py   thread blocks of torch's flash kernel
 """

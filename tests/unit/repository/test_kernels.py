@@ -188,6 +188,7 @@ def _compiled(kernel: str, spilled: int, step: str = "forward") -> Compiled:
         ("FlashAttentionForwardSm90", "64/64", 257, "FlashAttentionForwardSm90 spills 257 bytes, more than 256"),
         ("chunk_cp_fwd_kernel_h", "128/128", 1536, ""),
         ("chunk_cp_fwd_kernel_h", "128/128", 1540, "chunk_cp_fwd_kernel_h spills 1540 bytes, more than 1536"),
+        ("chunk_kda_bwd_kernel_wy_dqkg_fused", "decays of channels", 1280, ""),
         ("FlashAttentionBackwardSm100", "128/128, soft cap 50", 448, ""),
         ("FlashAttentionBackwardSm100", "128/128", 400, "FlashAttentionBackwardSm100 spills 400 bytes, more than 256"),
     ],

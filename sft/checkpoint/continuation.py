@@ -175,8 +175,8 @@ def check_base(path: Path, stored: str | None, base: str | None, *, is_compared:
     other = f" of the weights {base[:12]}" if stored and base else ""
     raise CheckpointError(
         f"{path} trains {'all weights' if stored is None else 'adapters' + weights}, but this recipe trains "
-        f"{'all weights' if base is None else 'adapters' + other}.  Give model.hf, model.init_from and lora.rank the "
-        "values of that run; a new run needs another run.dir."
+        f"{'all weights' if base is None else 'adapters' + other}.  Give model.hf, model.init_from, "
+        "model.base_dtype and lora.rank the values of that run; a new run needs another run.dir."
     )
 
 

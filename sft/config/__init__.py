@@ -13,6 +13,7 @@ from sft.config.attention import AttentionConfig
 from sft.config.checkpoint import CheckpointConfig
 from sft.config.data import DataConfig, Input, NamedDataset, RowsConfig, SourceConfig
 from sft.config.lora import LoraConfig
+from sft.config.low_bits import conflicts_of_base
 from sft.config.megatron_fields import REDUCED_MATMUL
 from sft.config.model import RANDOM, ModelConfig, RopeConfig
 from sft.config.moe import MoeConfig
@@ -78,6 +79,11 @@ class Config(Section):
     def local_modules_only(self) -> str | None:
         """The reason why Transformer Engine's modules cannot compute this model with this layout; None: they can."""
         etp = self.parallel.etp
+        if self.model.base_dtype != "bf16" and self.model.moe.num_experts is not None:
+            return (
+                f"model.base_dtype = {self.model.base_dtype} dequantises experts by groups, and its experts need the "
+                "matrices of a whole layer"
+            )
         if not self.model.mlp_bias or self.model.moe.num_experts is None or etp == 1:
             return None
         return (
@@ -233,6 +239,7 @@ class Config(Section):
 
     def _conflicts_of_modules(self) -> Iterator[tuple[str, str]]:
         run, why = self.run, self.local_modules_only
+        instead = "parallel.etp = 1" if self.model.base_dtype == "bf16" else "model.base_dtype = bf16"
         is_local, is_te, fp8 = run.modules == "local", run.modules == "te", run.fp8 is not None
         needing = [name for name, is_set in (("run.modules", is_te), ("run.fp8", fp8)) if is_set]
         for name in needing:
@@ -242,13 +249,13 @@ class Config(Section):
             if run.precision == "fp32":
                 yield name, f"needs run.precision = bf16, but run.precision is fp32; use bf16, or {other}"
             if why:
-                yield name, f"needs modules of Transformer Engine, but {why}; use parallel.etp = 1, or {other}"
+                yield name, f"needs modules of Transformer Engine, but {why}; use {instead}, or {other}"
         if fp8 and is_local:
             yield "run.fp8", "needs modules of Transformer Engine, but run.modules is local; use te or auto, or null"
         if is_local and not self.attention.may_be_portable:
             yield "run.modules", "= local does not fit attention.backend = te, which has its own modules; use auto"
         if why and not self.attention.may_be_portable:
-            yield "attention.backend", f"= te has its own modules, but {why}; use parallel.etp = 1, portable or auto"
+            yield "attention.backend", f"= te has its own modules, but {why}; use {instead}, portable or auto"
 
     def _conflicts_of_kernels(self) -> Iterator[tuple[str, str]]:
         kernels = self.attention.kernels
@@ -281,6 +288,8 @@ class Config(Section):
                 yield key, f"is not supported with train.mtp = {mtp}; use train.mtp = off, or {key} = {instead}"
 
     def _conflicts_of_lora(self) -> Iterator[tuple[str, str]]:
+        if self.model.base_dtype != "bf16":
+            yield from conflicts_of_base(self)
         if self.lora.is_used and self.train.freeze:
             yield "train.freeze", "has no effect with lora.rank, because LoRA freezes all weights; use []"
         if self.lora.is_used and self.lora.train_head and self.model.tie_embeddings:

@@ -6,6 +6,8 @@ They are found once, when the recipe is loaded.  Later code does not look up the
 from dataclasses import dataclass
 from pathlib import Path
 
+from sft.config.weight_format import WeightFormat
+
 
 @dataclass(frozen=True, kw_only=True)
 class HubSnapshot:
@@ -31,6 +33,7 @@ class Pretrained:
     snapshot       the commit of a hub name; None: `name` is a folder
     family         name of the table in sft/hf/families that has the model's tensors
     max_positions  length of the longest context that the model was trained on; None: config.json does not say
+    stored_format  format in which the files store weights in low bits; None: they store none
     """
 
     name: str
@@ -38,3 +41,4 @@ class Pretrained:
     snapshot: HubSnapshot | None
     family: str
     max_positions: int | None
+    stored_format: WeightFormat | None = None

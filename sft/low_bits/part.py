@@ -1,7 +1,7 @@
 """A part of a quantised tensor, in memory as files store it."""
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import torch
@@ -35,3 +35,13 @@ class StoredPart:
     def _each(self: Any, function: Callable[[Tensor], Tensor]) -> Any:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: function(v) for name, v in values.items() if isinstance(v, Tensor)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainPart(StoredPart):
+    """A part that is not quantised.  numbers: floating point, of the shape of the part"""
+
+    numbers: Tensor
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        return self.numbers.to(dtype)

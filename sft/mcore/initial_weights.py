@@ -12,6 +12,7 @@ If a run loads weights from a checkpoint (`checkpoint_io`), nothing is drawn.
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -19,7 +20,9 @@ from torch import Tensor
 
 from sft.config import ModelConfig
 from sft.layers.weights import is_of_layer, weight_of
+from sft.low_bits import nf4
 from sft.mcore.engine import Engine, weights_changed
+from sft.mcore.low_bits.frozen_base import frozen_weight
 from sft.mcore.sharding.parts import held
 
 # Values per block.  One GPU kernel draws a block.  A data-centre GPU has a thread for each of the 131,072 values.  In a
@@ -37,11 +40,20 @@ def initialise(engine: Engine) -> None:
     Matrices are normal with standard deviation model.init_std; matrices that write to the residual stream, with
     init_std / sqrt(2 num_layers) (GPT-2).  Sinks and the bias of a router are drawn like matrices (gpt-oss).  Other
     biases are 0.  Norms and other factors are 1.  In linear attention, exp(A_log) is uniform from 0.01 to 16.  Each
-    expert has separate random weights.
+    expert has separate random weights.  Frozen weights in low bits are quantised in NF4.
     """
     whole, parts = held(engine.chunks, [chunk.module.sharded_state_dict() for chunk in engine.chunks])
-    for shard in (*whole, *parts):
-        _set_part(shard, engine.config.model, engine.config.run.seed)
+    model, seed = engine.config.model, engine.config.run.seed
+    frozen = [frozen_weight(engine.chunks, shard.data) for shard in whole]
+    for held_weight in {weight for weight in frozen if weight is not None}:
+        held_weight.forget()
+    for shard, weight in zip((*whole, *parts), (*frozen, *(None for _ in parts))):
+        if weight is None:
+            _set_part(shard, model, seed)
+        else:
+            values = torch.empty(shard.data.shape, dtype=shard.data.dtype, device=shard.data.device)
+            _set_part(replace(shard, data=values), model, seed)
+            weight.hold(shard.data, nf4.quantised(values), values.dtype)
     weights_changed(engine)
 
 

@@ -121,6 +121,7 @@ def _on_hub(config: Config) -> str | None:
         return f"{name}: {later}; HF_HUB_OFFLINE is set, so that no start can download them"
     with header_folder(snapshot, missing.files) as folder:
         opened = open_source(folder, name, compare=False, has_mtp=config.model.has_mtp)
+        _refuse_plain(opened, config)
         return f"{_described(opened, config)}; {later}"
 
 
@@ -133,4 +134,15 @@ def _open(config: Config, *, compare: bool = True) -> Source:
             f"model.hf = {name} holds a Megatron checkpoint and no safetensors files.  To start from its weights: "
             f"model.init_from={name}."
         )
-    return open_source(pretrained.folder, name, compare=compare, has_mtp=config.model.has_mtp)
+    source = open_source(pretrained.folder, name, compare=compare, has_mtp=config.model.has_mtp)
+    _refuse_plain(source, config)
+    return source
+
+
+def _refuse_plain(source: Source, config: Config) -> None:
+    """Raise ConfigError if model.base_dtype = as_stored, but the files store no weight in low bits."""
+    if config.model.base_dtype == "as_stored" and not source.stored.dequantised:
+        raise ConfigError(
+            f"model.base_dtype = as_stored keeps weights in the low bits of {source.name}, but its files have none.  "
+            "model.base_dtype=nf4 quantises its frozen weights to 4 bits when they are loaded."
+        )

@@ -3,11 +3,13 @@
 A rank reads only the values that it keeps: some rows of each stored tensor, and only some columns of these rows if tp
 splits the inputs of the weight.  Values are copied from mapped files to parameters in blocks, so a rank needs little
 memory in addition to its parameters.  `Family` maps the rows of stored tensors to the rows of parameters.
+
+Frozen weights in low bits keep the stored numbers and scales of their rows and columns (model.base_dtype).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -17,11 +19,15 @@ from torch import Tensor
 from sft.console import Console
 from sft.errors import CheckpointError
 from sft.hf.family import TensorMapping
-from sft.hf.safetensors_files import SafetensorsFolder
+from sft.hf.safetensors_files import DTYPES, SafetensorsFolder
 from sft.hf.source import Source
 from sft.hf.tensor_view import HfView
+from sft.low_bits import nf4
+from sft.low_bits.part import PlainPart, StoredPart
 from sft.mcore.checkpoint_io import torch_dist_files
 from sft.mcore.engine import Engine, weights_changed
+from sft.mcore.low_bits.frozen_base import frozen_weight
+from sft.mcore.low_bits.stored_weight import StoredWeight
 from sft.mcore.sharding.parts import held
 from sft.parallel.collectives import all_gather_objects
 
@@ -55,17 +61,23 @@ def load_weights(engine: Engine, source: Source, console: Console, *, read_once:
 
     Collective.
     read_once: only one of the ranks that hold the same values reads them, and sends them to the others; with
-        parallel.shard = weights, every rank reads its own parts
+        parallel.shard = weights, every rank reads its own parts, and so it does with weights in low bits
     Raises CheckpointError on all ranks if one rank cannot read a file, or reads a value that is not finite.
     """
     whole, parts = held(engine.chunks, [chunk.module.sharded_state_dict() for chunk in engine.chunks])
-    groups = [_replicas(engine, shard) for shard in whole]
-    readers = _readers(whole, groups) if read_once else [group.rank() for group in groups]
-    own = [shard for shard, group, reader in zip(whole, groups, readers) if reader == group.rank()]
+    frozen: list[tuple[StoredWeight, WeightPiece]] = []
+    all_gather_objects(lambda: frozen.extend(_frozen(engine, whole, source)), engine.groups.control)
+    plain = [shard for shard in whole if frozen_weight(engine.chunks, shard.data) is None]
+    groups = [_replicas(engine, shard) for shard in plain]
+    readers = _readers(plain, groups) if read_once else [group.rank() for group in groups]
+    own = [shard for shard, group, reader in zip(plain, groups, readers) if reader == group.rank()]
+    to_nf4 = engine.config.model.base_dtype == "nf4"
     with torch.no_grad():
-        all_gather_objects(lambda: _fill_checked([*own, *parts], source, console), engine.groups.control)
+        all_gather_objects(
+            lambda: _fill_checked([*own, *parts], frozen, source, console, to_nf4=to_nf4), engine.groups.control
+        )
         if read_once:
-            for shard, group, reader in zip(whole, groups, readers):
+            for shard, group, reader in zip(plain, groups, readers):
                 dist.broadcast(shard.data, dist.get_global_rank(group, reader), group=group)
     weights_changed(engine)
 
@@ -88,8 +100,38 @@ def _readers(shards: Sequence[Shard], groups: Sequence[dist.ProcessGroup]) -> li
     return readers
 
 
-def _fill_checked(shards: Sequence[Shard], source: Source, console: Console) -> None:
+def _frozen(engine: Engine, shards: Sequence[Shard], source: Source) -> list[tuple[StoredWeight, WeightPiece]]:
+    """The frozen weights in low bits among `shards`, and their pieces.
+
+    A weight that the files do not store in low bits gets its memory, and is not among them.
+    """
+    pieces: dict[StoredWeight, list[WeightPiece]] = {}
+    mapping_of = _mappings(source)
+    for shard in shards:
+        weight = frozen_weight(engine.chunks, shard.data)
+        if weight is not None:
+            position: Any = replace(shard, data=weight.position_of(shard.data))  # type: ignore[type-var]
+            pieces.setdefault(weight, []).extend(pieces_of(position, _mapping(shard, mapping_of, source.name)))
+    if engine.config.model.base_dtype == "as_stored":
+        names = source.stored.dequantised
+        for weight in [w for w, own in pieces.items() if all(p.view is None or p.view.name not in names for p in own)]:
+            weight.keep_whole()
+            del pieces[weight]
+    for weight in pieces:
+        weight.forget()
+    return [(weight, piece) for weight, own in pieces.items() for piece in own]
+
+
+def _fill_checked(
+    shards: Sequence[Shard],
+    frozen: Sequence[tuple[StoredWeight, WeightPiece]],
+    source: Source,
+    console: Console,
+    *,
+    to_nf4: bool,
+) -> None:
     fill(shards, source, console)
+    hold(frozen, source, console, to_nf4=to_nf4)
     if not torch_dist_files.are_finite([shard.data for shard in shards]):
         wrong = next(shard.key for shard in shards if not torch_dist_files.are_finite([shard.data]))
         raise CheckpointError(f"{source.name} holds values that are not finite, for example in {wrong}.")
@@ -97,24 +139,70 @@ def _fill_checked(shards: Sequence[Shard], source: Source, console: Console) -> 
 
 def fill(shards: Sequence[Shard], source: Source, console: Console) -> None:
     """Read the values of the shards from the files of `source`.  Not collective."""
-    mapping_of = {(mapping.key, mapping.stack_index): mapping for mapping in source.mappings}
+    mapping_of = _mappings(source)
     pieces = [piece for shard in shards for piece in pieces_of(shard, _mapping(shard, mapping_of, source.name))]
     num_bytes = sum(piece.target.nbytes for piece in pieces)
     with closing(source.stored) as stored, console.track(f"reading {source.name}", num_bytes, "bytes") as progress:
         for piece in sorted(pieces, key=lambda piece: _position(piece, stored)):
-            if piece.view is None:
-                piece.target.zero_()
-            else:
-                stored.read_rows(
-                    piece.view.name,
-                    piece.view.row(piece.first_row),
-                    piece.target,
-                    index=piece.view.index,
-                    transposed=piece.view.transposed,
-                    step=piece.view.step,
-                    first_column=piece.first_column,
-                )
+            _read(piece, piece.target, stored)
             progress.advance(piece.target.nbytes)
+
+
+def _read(piece: WeightPiece, target: Tensor, stored: SafetensorsFolder) -> None:
+    """Write the values of `piece` to `target`, a tensor of its shape."""
+    if piece.view is None:
+        target.zero_()
+        return
+    stored.read_rows(
+        piece.view.name,
+        piece.view.row(piece.first_row),
+        target,
+        index=piece.view.index,
+        transposed=piece.view.transposed,
+        step=piece.view.step,
+        first_column=piece.first_column,
+    )
+
+
+def hold(frozen: Sequence[tuple[StoredWeight, WeightPiece]], source: Source, console: Console, *, to_nf4: bool) -> None:
+    """Read pieces of frozen weights from the files of `source`, and hold them in low bits.  Not collective.
+
+    to_nf4: whether the values are quantised in NF4; False: the weights hold what the files store
+    Raises CheckpointError if a value is not finite.
+    """
+    num_bytes = sum(piece.target.nbytes for _, piece in frozen)
+    with closing(source.stored) as stored, console.track(f"reading {source.name}", num_bytes, "bytes") as progress:
+        for weight, piece in sorted(frozen, key=lambda pair: _position(pair[1], stored)):
+            part, dtype, transposed = _stored_form(piece, stored, weight.param.device, to_nf4=to_nf4)
+            if not part.values(dtype).isfinite().all():
+                name = piece.view.name if piece.view else "a weight"
+                raise CheckpointError(f"{source.name} holds values that are not finite, for example in {name}.")
+            weight.hold(piece.target, part, dtype, transposed=transposed)
+            progress.advance(piece.target.nbytes)
+
+
+def _stored_form(
+    piece: WeightPiece, stored: SafetensorsFolder, device: torch.device, *, to_nf4: bool
+) -> tuple[StoredPart, torch.dtype, bool]:
+    """The form of `piece` that a weight in low bits holds, the type of its values, and whether they are transposed."""
+    target, view = piece.target, piece.view
+    if not to_nf4 and view is not None and view.name in stored.dequantised:
+        part = stored.stored_rows(
+            view.name,
+            view.row(piece.first_row),
+            (target.shape[0], target.shape[1]),
+            device,
+            index=view.index,
+            transposed=view.transposed,
+            step=view.step,
+            first_column=piece.first_column,
+        )
+        return part, DTYPES[stored.tensors[view.name].dtype], view.transposed
+    values = torch.empty(target.shape, dtype=target.dtype, device=device)
+    _read(piece, values, stored)
+    if to_nf4 and values.isfinite().all():
+        return nf4.quantised(values), values.dtype, False
+    return PlainPart(numbers=values), values.dtype, False
 
 
 def _position(piece: WeightPiece, stored: SafetensorsFolder) -> tuple[str, int, int]:
@@ -123,6 +211,11 @@ def _position(piece: WeightPiece, stored: SafetensorsFolder) -> tuple[str, int, 
         return "", 0, 0
     tensor = stored.tensors[piece.view.name]
     return str(tensor.file), tensor.start, piece.first_row
+
+
+def _mappings(source: Source) -> dict[tuple[str, tuple[int, ...]], TensorMapping]:
+    """The mapping of each of our tensors, by key and position in a stack."""
+    return {(mapping.key, mapping.stack_index): mapping for mapping in source.mappings}
 
 
 def _mapping(

@@ -1,14 +1,8 @@
-"""Multiplies tokens by the matrices of their experts, and computes experts layer by layer instead of one by one.
-
-Tokens are rows sorted by expert.  torch's grouped product multiplies the rows of all experts in one kernel.  It needs
-bf16, widths that are multiples of 8, and a GPU of compute capability 9.x or 10.x.  Otherwise, a loop multiplies the
-rows of one expert after another.
-"""
+"""Computes experts layer by layer instead of one by one.  Tokens are rows sorted by expert (rows.py)."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,82 +11,10 @@ from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor
 
+from sft.mcore.experts.rows import RowsOfExperts, StoredMatrix, has_kernel
 from sft.mcore.modules.activation import Activation
 from sft.mcore.modules.biases import submodules_of
 from sft.mcore.modules.unrepeated import Unrepeated, unrepeated
-
-_ALIGNMENT = 8  # rows of bf16 matrices in the kernel start at multiples of 16 bytes
-
-
-@dataclass(frozen=True)
-class RowsOfExperts:
-    """The division of rows, which are sorted by expert, among experts.
-
-    counts: number of rows of each expert
-    ends: int32 [experts], the end of each expert's rows, on the device; None: there is no kernel for this device
-    """
-
-    counts: list[int]
-    ends: Tensor | None
-
-    @classmethod
-    def of(cls, counts: list[int], device: torch.device) -> "RowsOfExperts":
-        if not sum(counts) or not _has_kernel(device):
-            return cls(counts, None)
-        ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32)
-        return cls(counts, ends.pin_memory().to(device, non_blocking=True))  # without a wait of the host
-
-    def times(self, x: Tensor, matrices: Tensor | Sequence[Tensor]) -> Tensor:
-        """Multiply rows by their experts' matrices: x [n, columns] -> [n, rows]
-
-        matrices: [experts, rows, columns], or a tensor [rows, columns] of each expert
-        """
-        first, is_stack = matrices[0], isinstance(matrices, Tensor)
-        is_aligned = all(size % _ALIGNMENT == 0 for size in first.shape)
-        if self.ends is not None and is_aligned and x.dtype == first.dtype == torch.bfloat16:
-            output: Tensor = GroupedProduct.apply(x, self.ends, *([matrices] if is_stack else matrices))
-            return output
-        return torch.cat([rows @ matrix.t() for rows, matrix in zip(x.split(self.counts), matrices)])
-
-
-def _has_kernel(device: torch.device) -> bool:
-    if device.type != "cuda" or not hasattr(torch.nn.functional, "grouped_mm"):  # older releases of torch lack it
-        return False
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
-
-
-class GroupedProduct(torch.autograd.Function):
-    """x [n, columns], ends int32 [experts], matrices -> [n, rows], in one kernel.
-
-    matrices: one tensor [experts, rows, columns], or a tensor [rows, columns] of each expert.  The latter are copied
-    into one tensor for the kernel, forward and backward, and the copy is not kept.
-
-    Autograd's own backward would give the kernel the gradient of the output with any strides, and the kernel refuses
-    some.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ends: Tensor, *matrices: Tensor) -> Tensor:
-        ctx.save_for_backward(x, ends, *matrices)
-        return torch.nn.functional.grouped_mm(x, _stacked(matrices).transpose(1, 2), offs=ends)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, ends, *matrices = ctx.saved_tensors
-        grad, dx = grad.contiguous(), None
-        dmatrices: Sequence[Tensor | None] = [None] * len(matrices)
-        if ctx.needs_input_grad[0]:
-            dx = torch.nn.functional.grouped_mm(grad, _stacked(matrices), offs=ends)
-        if any(ctx.needs_input_grad[2:]):
-            stack = torch.nn.functional.grouped_mm(grad.t(), x, offs=ends)
-            starts = torch.nn.functional.pad(ends, (1, 0))[:-1]
-            stack.masked_fill_((starts == ends)[:, None, None], 0.0)  # experts without rows
-            dmatrices = [stack] if matrices[0].ndim == 3 else stack.unbind()
-        return dx, None, *dmatrices
-
-
-def _stacked(matrices: Sequence[Tensor]) -> Tensor:
-    return matrices[0] if matrices[0].ndim == 3 else torch.stack(list(matrices))
 
 
 class GroupedExperts(TEGroupedMLP):
@@ -168,7 +90,7 @@ def computes_at_once(core: Any) -> bool:
     core: a TransformerConfig
     """
     is_on_gpu = torch.cuda.is_available() and not core.use_cpu_initialization
-    return is_on_gpu and core.bf16 and _has_kernel(torch.device("cuda"))
+    return is_on_gpu and core.bf16 and has_kernel(torch.device("cuda"))
 
 
 def layer_by_layer(experts: Any, activation: Activation | None = None) -> Any:
@@ -189,10 +111,10 @@ class LayerByLayer(torch.nn.Module):
     def __init__(self, base: SequentialMLP, activation: Activation | None) -> None:
         super().__init__()
         self.base, self._gated = base, activation
-        self.linear_fc1 = _EachExpert(expert.linear_fc1 for expert in base.local_experts)
+        self.linear_fc1 = EachExpert(expert.linear_fc1 for expert in base.local_experts)
         outputs = [expert.linear_fc2 for expert in base.local_experts]
         is_left_out = isinstance(outputs[0], Unrepeated)
-        self.linear_fc2 = (unrepeated(_EachExpert) if is_left_out else _EachExpert)(outputs)
+        self.linear_fc2 = (unrepeated(EachExpert) if is_left_out else EachExpert)(outputs)
 
     def forward(self, tokens: Tensor, counts: Tensor, weights: Tensor) -> tuple[Tensor, None]:
         """The outputs of experts, and None as bias: tokens [n, h], sorted by expert -> [n, h].
@@ -221,7 +143,7 @@ class LayerByLayer(torch.nn.Module):
         return self.base.sharded_state_dict(*args, **kwargs)
 
 
-class _EachExpert(torch.nn.Module):
+class EachExpert(torch.nn.Module):
     """One linear layer of every expert of this rank, in one kernel if the device has it, else expert by expert.
 
     Neither core's column-parallel nor its row-parallel layer of an expert sends messages: the dispatcher does.
@@ -230,6 +152,13 @@ class _EachExpert(torch.nn.Module):
     def __init__(self, layers: Iterable[Any]) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList(layers)
+        self.stored: Sequence[StoredMatrix] = ()  # the experts' frozen matrices in low bits; empty: there are none
+
+    @property
+    def experts_weights(self) -> list[torch.nn.Parameter]:
+        """The weight [rows, columns] of each expert."""
+        layers: Any = self.layers
+        return [layer.weight for layer in layers]
 
     def forward(self, x: Tensor, counts: list[int]) -> tuple[Tensor, list[Tensor] | None]:
         """x [n, in], sorted by expert -> [n, out], and the biases, which the caller adds; None: there are no biases.
@@ -237,7 +166,9 @@ class _EachExpert(torch.nn.Module):
         counts: number of rows of each expert
         """
         layers: list[Any] = list(self.layers)
-        output = RowsOfExperts.of(counts, x.device).times(x, [layer.weight for layer in layers])
+        rows = RowsOfExperts.of(counts, x.device)
+        is_stored = any(matrix.is_held for matrix in self.stored)
+        output = rows.times_stored(x, self.stored) if is_stored else rows.times(x, self.experts_weights)
         if layers[0].bias is None:
             return output, None
         return output, [getattr(layer, "spread_bias", layer.bias) for layer in layers]

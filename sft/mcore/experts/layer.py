@@ -32,6 +32,7 @@ class ExpertLayer(MoELayer):
     recompute: whether backward recomputes the experts from the tokens that they have received.  The tokens are not sent
     again, and the host does not wait again for the number of tokens of each expert.
     activation: arguments of Activation; empty: core's SwiGLU
+    in_low_bits: whether frozen experts may be in low bits, which only `layer_by_layer` computes
     """
 
     experts: Any
@@ -42,12 +43,13 @@ class ExpertLayer(MoELayer):
         pg_collection: Any = None,
         recompute: bool = False,
         activation: Mapping[str, Any] = MappingProxyType({}),
+        in_low_bits: bool = False,
         **core: Any,
     ) -> None:
         pg_collection = pg_collection or get_default_pg_collection()  # core up to 0.18 passes none to this class
         super().__init__(*args, pg_collection=pg_collection, **core)
         self._recompute = recompute
-        if activation or computes_at_once(self.config):
+        if activation or in_low_bits or computes_at_once(self.config):
             self.experts = layer_by_layer(self.experts, Activation(**activation) if activation else None)
         if self.config.moe_token_dispatcher_type == "alltoall" and not self.config.moe_permute_fusion:
             own = self.local_expert_indices

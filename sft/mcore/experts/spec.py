@@ -27,7 +27,11 @@ def with_experts(
     layer_number: from 1; recompute: as in `ExpertLayer`
     """
     of_shared, activation = (Activation.fields(model, limit) for limit in limits_of(model, layer_number))
-    arguments: dict[str, Any] = {"recompute": recompute, "activation": activation}
+    arguments: dict[str, Any] = {
+        "recompute": recompute,
+        "activation": activation,
+        "in_low_bits": model.base_dtype != "bf16",
+    }
     mlp, keys = spec.submodules.mlp, spec.submodules.sharded_state_dict_keys_map
     # Core's local spec renames the checkpoint key of the norm before an MLP, but not of the norm before experts.
     spec.submodules.sharded_state_dict_keys_map = {k: v for k, v in keys.items() if not k.startswith("pre_mlp")}

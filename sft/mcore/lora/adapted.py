@@ -32,8 +32,9 @@ from torch import Tensor
 
 from sft.config.lora import LoraConfig
 from sft.layers.adapters import AdaptedWeight, names_of
-from sft.mcore.experts.grouped import RowsOfExperts, layer_by_layer
+from sft.mcore.experts.grouped import layer_by_layer
 from sft.mcore.experts.router import Router
+from sft.mcore.experts.rows import RowsOfExperts
 from sft.mcore.lora.factors import Factors
 from sft.mcore.lora.products import OutputSlice, added, added_rows, projected
 from sft.mcore.lora.routed import RouterAdapter

@@ -18,8 +18,10 @@ from sft.layers.adapters import Trained
 from sft.mcore.backend import AttentionBackend
 from sft.mcore.experts.layer import reduce_apart
 from sft.mcore.lora import adapted, freeze
+from sft.mcore.low_bits.frozen_base import FrozenBase
 from sft.mcore.model.core_config import transformer_config
 from sft.mcore.model.gpt import HiddenStatesGPT
+from sft.mcore.model.layer import Layer
 from sft.mcore.model.layer_spec import layer_spec
 from sft.mcore.model.mtp import MultiTokenPrediction
 from sft.mcore.modules.norm import UnscaledNorm
@@ -54,6 +56,8 @@ def build(
         adapted.attach(chunk, trained.adapted, config.lora, groups)
         if not trains:
             chunk.requires_grad_(False)
+        if config.model.base_dtype != "bf16":
+            chunk.frozen_base = FrozenBase(chunk, [module for module in chunk.modules() if isinstance(module, Layer)])
     overlap = config.parallel.overlap and groups.device.type == "cuda" and layout.world_size > 1
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.optim.grad_dtype == "fp32",

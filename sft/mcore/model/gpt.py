@@ -17,6 +17,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor
 
 from sft.config.train import MtpMode
+from sft.mcore.low_bits.frozen_base import FrozenBase
 from sft.mcore.model.mtp import MultiTokenPrediction, NextTokens
 from sft.mcore.sharding.model import gradient_of
 
@@ -37,6 +38,8 @@ class HiddenStatesGPT(GPTModel):
     mtp             makes the block for multi-token prediction; None: the model has no block
     mtp_mode        the value of train.mtp
     """
+
+    frozen_base: FrozenBase | None = None  # the frozen weights in low bits; None: there are none
 
     def __init__(
         self,

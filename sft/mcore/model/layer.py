@@ -38,7 +38,7 @@ class Layer(TransformerLayer):
     output_norm          class of a norm on each of these outputs; None: no norm
     has_scalar           whether the layer multiplies its output by a scalar, a buffer that checkpoints hold (Gemma 4)
     frees_memory         whether the weights, which have no values yet, give back their memory, so that the whole model
-                         is never in memory (sharding/flat.py)
+                         is never in memory (sharding/flat.py, low_bits/frozen_base.py)
     """
 
     save_policy: SavePolicy | None = None

@@ -35,7 +35,7 @@ def layer_spec(config: Config, backend: AttentionBackend, tp_group: Any, layer_n
         "residual_multiplier": model.residual_multiplier,
         "output_norm": None if alike.norm_placement == "pre" else backend.library.output_norm,
         "has_scalar": model.layer_scalar,
-        "frees_memory": config.parallel.shard == "weights",
+        "frees_memory": config.parallel.shard == "weights" or model.base_dtype != "bf16",
     }
     return _SECOND_HALVES[kind](spec, config, backend.library, layer_number)
 

@@ -1,4 +1,6 @@
-"""Gathers the weights of each unit before they are used, and sums its gradients over ranks afterwards.
+"""Makes the weights of each unit whole before they are used, and sums its gradients over ranks afterwards.
+
+A unit's weights are gathered from other ranks (units.py), or dequantised (low_bits/frozen_base.py).
 
 Forward: before a unit runs, its weights are gathered, and the gather of the next unit starts.  After the unit has run,
 its weights are freed.
@@ -21,13 +23,35 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from sft.mcore.sharding.units import EMBEDDING, Reduction, Unit
+from sft.mcore.sharding.flat import FlatWeights
+from sft.mcore.sharding.units import EMBEDDING, Reduction
+
+
+class PassUnit(Protocol):
+    """Weights that are whole at the same time.  `sharding.units.Unit` describes the fields and functions.
+
+    flats: the weights that are sharded; empty if the unit has only weights that other code holds
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def module(self) -> torch.nn.Module | None: ...
+    @property
+    def flats(self) -> Sequence[FlatWeights]: ...
+    @property
+    def is_trained(self) -> bool: ...
+    def gather(self) -> None: ...
+    def make_whole(self) -> None: ...
+    def free(self) -> None: ...
+    def open_gradients(self) -> None: ...
+    def reduce(self) -> Reduction: ...
 
 
 class UnitPasses:
@@ -36,11 +60,11 @@ class UnitPasses:
     overlap  whether sums of gradients run while the next unit computes
     """
 
-    def __init__(self, units: Sequence[Unit], *, overlap: bool) -> None:
+    def __init__(self, units: Sequence[PassUnit], *, overlap: bool) -> None:
         self._units, self._overlap = units, overlap
         self._number = {unit: number for number, unit in enumerate(units)}
         self._unit_of = {id(param): unit for unit in units for flat in unit.flats for param in flat.params}
-        self._opened: Unit | None = None  # the unit that backward or the loss head uses
+        self._opened: PassUnit | None = None  # the unit that backward or the loss head uses
         self._has_gradients = False  # whether the opened unit has a buffer for gradients
         self._reduction: Reduction | None = None  # a sum that has started and not been added to a shard
         self._in_backward = False
@@ -88,7 +112,7 @@ class UnitPasses:
             yield
             unit.free()
 
-    def _before(self, unit: Unit, module: torch.nn.Module, args: Any) -> None:
+    def _before(self, unit: PassUnit, module: torch.nn.Module, args: Any) -> None:
         if self._in_backward:  # backward repeats this forward pass
             self._open(unit)
             return
@@ -98,7 +122,7 @@ class UnitPasses:
             self._last_used = number
             self._units[number + 1].gather()
 
-    def _after(self, unit: Unit, module: torch.nn.Module, args: Any, output: Any) -> None:
+    def _after(self, unit: PassUnit, module: torch.nn.Module, args: Any, output: Any) -> None:
         if not self._in_backward:
             unit.free()
         if unit.name != EMBEDDING:  # its backward reads no weight, and `_add_gradient` opens it for the gradient
@@ -110,11 +134,11 @@ class UnitPasses:
             self._in_backward = True
             Variable._execution_engine.queue_callback(self._end_backward)
 
-    def _on_gradient(self, unit: Unit, grad: Tensor) -> None:
+    def _on_gradient(self, unit: PassUnit, grad: Tensor) -> None:
         self._begin_backward(grad)
         self._open(unit)
 
-    def _open(self, unit: Unit, *, reads_weights: bool = True, makes_gradients: bool = True) -> None:
+    def _open(self, unit: PassUnit, *, reads_weights: bool = True, makes_gradients: bool = True) -> None:
         if self._opened is not unit:
             self._close()
             self._opened = unit

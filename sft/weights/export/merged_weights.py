@@ -128,6 +128,12 @@ def open_merged(
     Raises CheckpointError if the frozen weights of the run are missing or have changed, or if an adapter fits none of
     them.
     """
+    if recipe.get("model.base_dtype") == "nf4":
+        raise CheckpointError(
+            f"{path} has adapters that were trained beside weights in NF4 (model.base_dtype), and no file holds these "
+            "weights.  Merged into other weights, the adapters would give another model.  --no-merged exports the "
+            "adapters alone."
+        )
     reader, lora = TorchDistReader(path), {key: recipe[f"lora.{key}"] for key in ("rank", "alpha", "rslora")}
     base, wanted = _find(path, recipe, like, original), common["sft"]["base"]
     merged_adapters.refuse(base, wanted, str(path))

@@ -46,7 +46,7 @@ def base_digest(config: Config, run: Path, groups: ProcessGroups, *, remembers: 
     if groups.rank == 0 and remembers and entries != known:
         run.mkdir(parents=True, exist_ok=True)
         replace_text(run / MEMORY, json.dumps(entries, indent=1) + "\n")
-    return _digest_of_all(entries)
+    return _rounded(_digest_of_all(entries), config)
 
 
 def remembered_digest(config: Config, run: Path, others: Iterable[Path] = ()) -> str | None:
@@ -64,11 +64,17 @@ def remembered_digest(config: Config, run: Path, others: Iterable[Path] = ()) ->
         entries[name] = _digest_of(Path(name), known, compute=lambda path: "")
         if not entries[name]["sha256"]:
             return None
-    return _digest_of_all(entries)
+    return _rounded(_digest_of_all(entries), config)
 
 
 def _random(config: Config) -> str:
-    return f"random weights, seed {config.run.seed}"
+    return _rounded(f"random weights, seed {config.run.seed}", config)
+
+
+def _rounded(digest: str, config: Config) -> str:
+    """The digest of the weights as the model has them: with model.base_dtype = nf4, they are rounded to 4 bits."""
+    is_rounded = config.model.base_dtype == "nf4"
+    return hashlib.sha256(f"NF4 of {digest}".encode()).hexdigest() if is_rounded else digest
 
 
 def _refuse_merged(config: Config, run: Path, known: dict[str, dict[str, int | str]]) -> None:

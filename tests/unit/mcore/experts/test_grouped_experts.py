@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sft.mcore.experts.grouped import GroupedProduct, RowsOfExperts, add_biases
+from sft.mcore.experts.grouped import add_biases
+from sft.mcore.experts.rows import GroupedProduct, RowsOfExperts
 
 COUNTS, COLUMNS, ROWS = [3, 0, 9, 0], 32, 16
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""`sft eval`: scores weights on held-out sets."""
+"""`sft eval`: scores weights on held-out sets, or on the questions of long-context suites."""
 
 import os
 from argparse import ArgumentParser, Namespace
@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sft.commands.arguments import read_recipe, recipe_command
-from sft.commands.output import progress
+from sft.commands.output import need_matplotlib, picture_file, progress
 from sft.errors import ConfigError
 
 if TYPE_CHECKING:
+    from sft.data.long.suite import SuiteSettings
+    from sft.metrics.long import LongScores
     from sft.recipe.resolved import Recipe
+
+_PICTURES = (".png", ".svg", ".pdf")
 
 
 def add(commands: Any) -> None:
@@ -18,6 +22,12 @@ def add(commands: Any) -> None:
     command = recipe_command(commands, "eval", evaluate, about)
     add_source(command)
     command.add_argument("--json", metavar="FILE", type=Path, help="write the records into FILE (docs/how-to/eval.md)")
+    about = "ask questions about long texts, instead of scoring data.eval (data.long)"
+    command.add_argument("--long", action="store_true", help=about)
+    about = "with --long: a file of an earlier --json, to compare with"
+    command.add_argument("--before", metavar="FILE", type=Path, help=about)
+    about = "with --long: draw task, length and depth into FILE, .png, .svg or .pdf"
+    command.add_argument("--picture", metavar="FILE", type=Path, help=about)
 
 
 def add_source(command: ArgumentParser) -> None:
@@ -34,6 +44,10 @@ def evaluate(arguments: Namespace) -> None:
     from sft.recipe.needs import check_paths
 
     recipe = read_recipe(arguments)
+    _check_arguments(arguments)
+    if arguments.long:
+        _evaluate_long(recipe, arguments)
+        return
     if not recipe.config.data.eval_sets:
         raise ConfigError(
             f"data.eval ({recipe.origins['data.eval']}) names no held-out set, so there is nothing to score.  Give "
@@ -41,9 +55,6 @@ def evaluate(arguments: Namespace) -> None:
         )
     layout = resolve_layout(recipe, launched_world_size() or 1)
     check_paths(recipe, trains=False)
-    file: Path | None = arguments.json
-    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-        raise ConfigError(f"--json {file} cannot be written: it is a folder, or its folder does not exist.")
     if os.environ.get("RANK", "0") == "0":  # the other ranks wait for this rank when they join the process group
         from sft.data.cache.prepare import prepare_held_out
         from sft.recipe.tokenizer import tokenizer_of
@@ -59,7 +70,72 @@ def evaluate(arguments: Namespace) -> None:
 
     from sft.evaluate.held_out import main
 
-    main(recipe, layout, source, file)
+    main(recipe, layout, source, arguments.json)
+
+
+def _check_arguments(arguments: Namespace) -> None:
+    """Raise ConfigError if a file cannot be written, or if an option needs --long."""
+    for option in ("json", "picture"):
+        file: Path | None = getattr(arguments, option)
+        if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+            raise ConfigError(f"--{option} {file} cannot be written: it is a folder, or its folder does not exist.")
+    for option in ("before", "picture"):
+        if getattr(arguments, option) is not None and not arguments.long:
+            raise ConfigError(f"--{option} {getattr(arguments, option)} has an effect only with --long; add --long.")
+    if arguments.picture is not None:
+        if arguments.picture.suffix.lower() not in _PICTURES:
+            raise ConfigError(f"--picture {arguments.picture} does not end in {', '.join(_PICTURES)}.")
+        need_matplotlib("--picture")
+
+
+def _evaluate_long(recipe: "Recipe", arguments: Namespace) -> None:
+    """Run `sft eval --long`."""
+    from sft.metrics.long import read_scores
+    from sft.recipe.layout import launched_world_size, resolve_layout
+    from sft.recipe.long import asking, suite_settings
+    from sft.recipe.needs import check_paths
+
+    settings = suite_settings(recipe)
+    before = None if arguments.before is None else read_scores("--before", arguments.before)
+    recipe = asking(recipe, settings)
+    layout = resolve_layout(recipe, launched_world_size() or 1)
+    check_paths(recipe, trains=False)
+    is_first = os.environ.get("RANK", "0") == "0"
+    if is_first:  # the other ranks wait for this rank when they join the process group
+        _make_questions(recipe, settings, before)
+    download(recipe, arguments.source)
+
+    from sft.run import environment
+
+    environment.prepare(recipe.config, layout)  # before the next import, which may start CUDA
+
+    from sft.evaluate.long import main
+
+    scores = main(recipe, layout, arguments.source, arguments.json, settings, before)
+    if is_first and arguments.picture is not None:
+        from sft.metrics.results.long_plot import draw
+
+        with picture_file("--picture", arguments.picture) as temporary:
+            draw(scores, temporary)
+
+
+def _make_questions(recipe: "Recipe", settings: "SuiteSettings", before: "LongScores | None") -> None:
+    """Make the questions that the cache lacks.  Raises ConfigError if `before` has the scores of other questions."""
+    from sft.data.cache.prepare import num_processes
+    from sft.data.cache.vocabulary import check_ids
+    from sft.data.long.suite import digest_of, make_suites
+    from sft.recipe.tokenizer import tokenizer_of
+
+    config = recipe.config
+    tokenizer = tokenizer_of(config)
+    suites = make_suites(settings, tokenizer, Path(config.cache_dir), progress(), num_processes(config.data))
+    for suite in suites:
+        check_ids(config, suite.corpus, tokenizer)
+    if before is not None and before.digest != digest_of(suites):
+        raise ConfigError(
+            "--before has the scores of other questions than this recipe asks, so they cannot be compared.  Score both "
+            "weights with the same data.long, data.seq_length, tokenizer and chat template, and the same positions."
+        )
 
 
 def download(recipe: "Recipe", source: str | None) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, field_validator
 
+from sft.config.long import LongConfig
 from sft.config.section import UNREPORTED, Name, Path, Positive, Section, Word
 from sft.config.teacher import TeacherConfig
 
@@ -85,6 +86,8 @@ class DataConfig(Section):
     eval: list[Path] | dict[Name, Path | list[Path] | RowsConfig] | None = None
     """Held-out files, packed like training data; null: none.  Two sets: {chat: a.jsonl, code: {dataset:
     OWNER/NAME}}."""
+    long: LongConfig = Field(LongConfig(), json_schema_extra=UNREPORTED)
+    """Questions about long texts, for `sft eval --long`."""
     tokenizer: Path | None = None
     """byte (built in), or a folder or hub name with a tokenizer; null: that of model.hf, or byte without model.hf."""
     chat_template: Path | None = None

@@ -73,6 +73,8 @@ class HeldOutData:
         config = self.config
         self._command = f"sft data prepare {self.arguments}"
         self.vocab_size = vocab_rows(config.model, tokenizer.vocab_size)
+        # Padding tokens count nowhere, but need a row of the embedding.
+        self.pad_id = tokenizer.pad_id if tokenizer.pad_id < self.vocab_size else 0
         if (note := surplus_note(config.model, tokenizer.vocab_size)) is not None:
             self.console.say(note)
         sets = config.data.eval_sets.items()
@@ -98,8 +100,7 @@ class HeldOutData:
             self.config,
             self.layout,
             corpus,
-            # Padding tokens count nowhere, but need a row of the embedding.
-            pad_id=tokenizer.pad_id if tokenizer.pad_id < self.vocab_size else 0,
+            pad_id=self.pad_id,
             dp_rank=self.position.dp_rank,
             cp_rank=self.position.cp_rank,
             is_held_out=is_held_out,

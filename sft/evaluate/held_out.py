@@ -59,7 +59,7 @@ def main(recipe: Recipe, layout: Layout, source: str | None, json_file: Path | N
         "sets": records,
     }
     if json_file is not None:
-        broadcast_from_rank0(lambda: _write(json_file, json.dumps(content, indent=1) + "\n"), groups.control)
+        broadcast_from_rank0(lambda: write(json_file, json.dumps(content, indent=1) + "\n"), groups.control)
     process_groups.stop()
 
 
@@ -81,7 +81,8 @@ def score(engine: Engine, data: HeldOutData, console: Console, step: int) -> dic
     return records
 
 
-def _write(file: Path, text: str) -> None:
+def write(file: Path, text: str) -> None:
+    """Write the file of --json.  Raises StorageError."""
     try:
         replace_text(file, text)
     except OSError as error:

@@ -94,23 +94,32 @@ def _node_warnings(config: Config) -> Iterator[str]:
         )
 
 
-def _positions(recipe: Recipe, longest: int | None) -> str | None:
-    """A text if the longest document, or a pack if `longest` is None, has more positions than the model was trained on.
+def reached_positions(recipe: Recipe) -> int | None:
+    """The number of positions that the model was trained on, with the scaling of its rotary positions.
 
-    None if there is no such problem, if config.json does not name the number of positions, or if the user accepts more
-    positions by setting model.rope.scaling = none or model.rope.base.
+    None if config.json does not name it, or if the user accepts more positions by setting model.rope.scaling = none or
+    model.rope.base.
     """
     model = recipe.config.model
     trained = None if model.pretrained is None else model.pretrained.max_positions
     is_plain = model.rope.scaling == "none" and recipe.is_from_user("model.rope.scaling")
-    accepted = is_plain or recipe.is_from_user("model.rope.base")
-    if trained is None or accepted:
+    if trained is None or is_plain or recipe.is_from_user("model.rope.base"):
         return None
-    original = model.rope.original_max_position or trained
-    reached = max(trained, math.floor(original * model.rope.factor))
+    return max(trained, math.floor((model.rope.original_max_position or trained) * model.rope.factor))
+
+
+def _positions(recipe: Recipe, longest: int | None) -> str | None:
+    """A text if the longest document, or a pack if `longest` is None, has more positions than the model was trained on.
+
+    None if there is no such problem, or if the number of positions is not limited (`reached_positions`).
+    """
+    model, reached = recipe.config.model, reached_positions(recipe)
     tokens = recipe.config.data.seq_length if longest is None else longest
-    if tokens <= reached:
+    if reached is None or tokens <= reached:
         return None
+    assert model.pretrained is not None
+    original = model.rope.original_max_position or model.pretrained.max_positions
+    assert original is not None
     subject = "packs may hold documents of" if longest is None else "the longest document has"
     scaled = f"scaling=yarn model.rope.factor={math.ceil(tokens / original)}"
     return (

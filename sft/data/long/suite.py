@@ -130,6 +130,12 @@ def open_suites(settings: SuiteSettings, tokenizer: ChatTokenizer, cache_dir: Pa
     return fitting
 
 
+def digest_of(suites: Sequence[Suite]) -> str:
+    """A digest of all tokens of the suites: suites with equal digests ask the same questions."""
+    lines = [f"{suite.length} {suite.corpus.digest}\n" for suite in suites]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
 def suite_folder(settings: SuiteSettings, length: int, tokenizer: ChatTokenizer, cache_dir: Path) -> Path:
     """The folder of the questions of one length."""
     libraries = () if isinstance(tokenizer, ByteTokenizer) else ("transformers", "tokenizers", "jinja2")

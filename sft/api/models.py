@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from sft.console import Console
+
+if TYPE_CHECKING:
+    from sft.config.checkpoint import ExportFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,7 @@ def export(
     hf: str | Path | None = None,
     verify: Literal["full", "size"] = "full",
     dtype: Literal["float32", "float16", "bfloat16"] | None = None,
+    format: "ExportFormat | None" = None,
     merged: bool | None = None,
 ) -> Exported:
     """Convert a checkpoint to the new Hugging Face folder `target`, in one process without a GPU.
@@ -36,6 +40,7 @@ def export(
     hf: folder or hub name of the original model, for a checkpoint that does not name it
     verify: compare the SHA-256 (full) or only the sizes of the checkpoint's files with its manifest
     dtype: type of the trained tensors; None: the type that each has in the original model
+    format: bf16 (not quantised), as_source, fp8_block, mxfp4, nvfp4 or int4; None follows checkpoint.export_format
     merged: True adds LoRA adapters to the weights, False writes the adapters alone, None follows lora.export
 
     Raises ConfigError or CheckpointError if there is no checkpoint, if it is damaged or of another model, if the target
@@ -46,6 +51,8 @@ def export(
 
     like = None if hf is None else model_folder(str(hf))
     folder = Path(target)
-    checkpoint = export_hf(Path(source), folder, Console(0), like=like, verify=verify, dtype=dtype, merged=merged)
+    checkpoint = export_hf(
+        Path(source), folder, Console(0), like=like, verify=verify, dtype=dtype, format=format, merged=merged
+    )
     num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     return Exported(folder=folder, checkpoint=checkpoint, num_bytes=num_bytes)

@@ -6,6 +6,8 @@ from typing import Any
 
 from sft.console import Console
 
+FORMATS = ("as_source", "bf16", "fp8_block", "mxfp4", "nvfp4", "int4")  # values of checkpoint.export_format
+
 
 def add(commands: Any) -> None:
     to_megatron = commands.add_parser("import", help="convert a Hugging Face model to a Megatron checkpoint")
@@ -26,6 +28,9 @@ def add(commands: Any) -> None:
     to_hf.add_argument("--verify", choices=("full", "size"), default="full", help=about)
     about = "type of the trained tensors (default: the type that each has in the original model)"
     to_hf.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help=about)
+    about = "form of the weights: not quantised (bf16), as the original model (as_source), or another quantised form "
+    about += "(default: checkpoint.export_format of the recipe, or bf16)"
+    to_hf.add_argument("--format", choices=FORMATS, help=about)
     about = (
         "add LoRA adapters to the weights, and write the whole model; --no-merged writes the adapters alone, for PEFT"
     )
@@ -57,5 +62,6 @@ def export_model(arguments: Namespace) -> None:
         hf=arguments.hf,
         verify=arguments.verify,
         dtype=arguments.dtype,
+        format=arguments.format,
         merged=arguments.merged,
     )

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from sft.config.section import Path, Positive, Section
 
+ExportFormat = Literal["as_source", "bf16", "fp8_block", "mxfp4", "nvfp4", "int4"]
 # Metrics of held-out sets that `checkpoint.keep_best` may name, and whether a lower value is better.
 LOWER_IS_BETTER = {"lm loss": True, "sample loss": True, "perplexity/avg": True, "token accuracy": False}
 
@@ -36,6 +37,10 @@ class CheckpointConfig(Section):
     """Also keep the best checkpoint by SET/METRIC, a metric of a held-out set, such as eval/lm loss."""
     export_hf: Literal["none", "last", "best", "every"] = "none"
     """Checkpoints that the run exports while it trains, as Hugging Face folders in run.dir/hf_exports."""
+
+    export_format: ExportFormat = "bf16"
+    """Format of exports.  bf16: not quantised, each tensor in the type of the original model.  as_source: quantised as
+    the original model.  The others quantise the Linears of layers."""
 
     @property
     def best(self) -> tuple[str, str] | None:

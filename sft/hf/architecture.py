@@ -171,11 +171,12 @@ def _default_fraction(content: Mapping[str, Any], family: Family) -> float | Non
 
 
 def write_back(
-    content: Mapping[str, Any], now: ModelConfig, path: str, *, dtype: str, seq_length: int | None
+    content: Mapping[str, Any], now: ModelConfig, path: str, *, dtype: str | None, seq_length: int | None
 ) -> dict[str, Any]:
     """The content of config.json for the model `now`, made from the original `content`.
 
-    dtype: type of the weights, such as `bfloat16`; seq_length: length of packs in training, None if unknown
+    dtype: type of the weights, such as `bfloat16`, None: as in `content`
+    seq_length: length of packs in training, None if unknown
     Raises ConfigError if `now` belongs to another family.
     """
     before = architecture(content, path)
@@ -200,7 +201,7 @@ def write_back(
     if seq_length is not None and isinstance(content.get(family.longest), int):
         changed[family.longest] = max(content[family.longest], seq_length)
     name = "dtype" if "dtype" in content else "torch_dtype"
-    if name in content or dtype != "float32":
+    if dtype is not None and (name in content or dtype != "float32"):
         changed[name] = dtype
     changed = put_back(whole, content, changed, family)
     after = architecture(changed, path)

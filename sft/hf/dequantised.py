@@ -48,6 +48,12 @@ class DequantisedFolder(SafetensorsFolder):
             )
         self.tensors = {name: self._after(name, tensor) for name, tensor in self.tensors.items() if name not in used}
 
+    def stored_names(self, name: str) -> list[str]:
+        if name not in self._scales:
+            return [name]
+        others = [self._scheme.scale_of(name), *self._scheme.activation_scales_of(name)]
+        return [name, *(other for other in others if other in self.stored_tensors)]
+
     def _after(self, name: str, tensor: StoredTensor) -> StoredTensor:
         if name not in self._scales:
             return tensor

@@ -21,7 +21,7 @@ from sft.hf.safetensors_files import DTYPES, SafetensorsFolder, StoredTensor
 from sft.hf.tensor_check import fold_by_layer
 from sft.low_bits.fp4 import GROUP, TransposedMxfp4
 
-_BLOCKS, _SCALES, _UINT8 = "_blocks", "_scales", "U8"
+BLOCKS, SCALES, _UINT8 = "_blocks", "_scales", "U8"
 
 
 class Mxfp4Folder(SafetensorsFolder):
@@ -32,17 +32,20 @@ class Mxfp4Folder(SafetensorsFolder):
     def __init__(self, folder: Path, scheme: Mxfp4) -> None:
         super().__init__(folder)
         self._dtype, stored = DTYPES[scheme.dtype], self.tensors
-        names = [name.removesuffix(_BLOCKS) for name in stored if name.endswith(_BLOCKS)]
-        unusable = [name for name in names if not _fits(stored[name + _BLOCKS], stored.get(name + _SCALES))]
+        names = [name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS)]
+        unusable = [name for name in names if not _fits(stored[name + BLOCKS], stored.get(name + SCALES))]
         if unusable:
             raise CheckpointError(
                 f"{folder} has MXFP4 blocks without usable scales (uint8 blocks [experts, rows, columns / 32, 16] "
                 f"need uint8 scales [experts, rows, columns / 32]): {', '.join(first_few(fold_by_layer(unusable)))}."
             )
         self.dequantised = frozenset(names)
-        used = {name + suffix for name in names for suffix in (_BLOCKS, _SCALES)}
+        used = {name + suffix for name in names for suffix in (BLOCKS, SCALES)}
         self.tensors = {name: tensor for name, tensor in stored.items() if name not in used}
-        self.tensors |= {name: self._after(stored[name + _BLOCKS], scheme) for name in names}
+        self.tensors |= {name: self._after(stored[name + BLOCKS], scheme) for name in names}
+
+    def stored_names(self, name: str) -> list[str]:
+        return [name + BLOCKS, name + SCALES] if name in self.dequantised else [name]
 
     def _after(self, blocks: StoredTensor, scheme: Mxfp4) -> StoredTensor:
         experts, rows, groups, _ = blocks.shape
@@ -54,7 +57,7 @@ class Mxfp4Folder(SafetensorsFolder):
         assert isinstance(columns, slice) and columns.step in (None, 1)
         first, last = columns.start // GROUP, -(-columns.stop // GROUP)
         blocks, scales = (
-            self._raw_part(name + suffix, (expert, rows, slice(first, last))) for suffix in (_BLOCKS, _SCALES)
+            self._raw_part(name + suffix, (expert, rows, slice(first, last))) for suffix in (BLOCKS, SCALES)
         )
         count = columns.stop - columns.start
         return TransposedMxfp4(blocks=blocks, scales=scales, first=columns.start - first * GROUP, count=count)

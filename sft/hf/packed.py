@@ -16,7 +16,7 @@ from sft.hf.safetensors_files import DTYPES, SafetensorsFolder, StoredTensor, as
 from sft.hf.tensor_check import fold_by_layer
 from sft.low_bits.grouped import WORD, GroupedPart
 
-_SCALE, _GLOBAL, _SHAPE, _ZERO = "weight_scale", "weight_global_scale", "weight_shape", "weight_zero_point"
+SCALE, GLOBAL, SHAPE, ZERO = "weight_scale", "weight_global_scale", "weight_shape", "weight_zero_point"
 # Types in safetensors of the stored numbers and of their scales, and an explanation of the tensors that must be there.
 _TYPES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "pack-quantized": (
@@ -37,7 +37,7 @@ _TYPES: dict[str, tuple[str, tuple[str, ...], str]] = {
     ),
     "mxfp8-quantized": ("F8_E4M3", ("U8",), "FP8 weight [rows, columns], uint8 weight_scale [rows, columns / 32]"),
 }
-_BESIDE_TYPES = {_SHAPE: ("I32", "I64"), _GLOBAL: ("F32",), _ZERO: ("I32",)}
+_BESIDE_TYPES = {SHAPE: ("I32", "I64"), GLOBAL: ("F32",), ZERO: ("I32",)}
 
 
 class PackedFolder(SafetensorsFolder):
@@ -47,7 +47,7 @@ class PackedFolder(SafetensorsFolder):
         super().__init__(folder)
         self._scheme, self._dtype, stored = scheme, DTYPES[scheme.dtype], self.tensors
         self.number_format = scheme.number_format
-        self._data = "weight" if scheme.format == "mxfp8-quantized" else "weight_packed"
+        self._data = scheme.data
         ending = f".{self._data}"
         modules = [
             name.removesuffix(ending)
@@ -64,12 +64,18 @@ class PackedFolder(SafetensorsFolder):
         self._shapes = {f"{module}.weight": shape for module, shape in shapes.items() if shape is not None}
         self.dequantised = self._shapes.keys()
         self._checked: set[str] = set()  # modules whose weight_shape was compared
-        beside = [self._data, _SCALE, *scheme.beside, "input_global_scale", *ACTIVATION_SCALES]
-        used = {f"{module}.{part}" for module in modules for part in beside}
+        used = {stored_name for module in modules for stored_name in self._stored_names(module)}
         self.tensors = {name: tensor for name, tensor in stored.items() if name not in used}
         self.tensors |= {
             f"{module}.weight": self._after(stored[f"{module}{ending}"], f"{module}.weight") for module in modules
         }
+
+    def stored_names(self, name: str) -> list[str]:
+        return self._stored_names(name.removesuffix(".weight")) if name in self.dequantised else [name]
+
+    def _stored_names(self, module: str) -> list[str]:
+        parts = [self._data, SCALE, *self._scheme.beside, "input_global_scale", *ACTIVATION_SCALES]
+        return [name for part in parts if (name := f"{module}.{part}") in self.stored_tensors]
 
     def _after(self, data: StoredTensor, name: str) -> StoredTensor:
         shape = self._shapes[name]
@@ -78,7 +84,7 @@ class PackedFolder(SafetensorsFolder):
     def _shape(self, module: str) -> tuple[int, int] | None:
         """Rows and columns of a weight, from the sizes of its tensors; None if these do not fit together."""
         scheme, bits = self._scheme, self._scheme.num_bits
-        data, scale = self.tensors[f"{module}.{self._data}"], self.tensors.get(f"{module}.{_SCALE}")
+        data, scale = self.tensors[f"{module}.{self._data}"], self.tensors.get(f"{module}.{SCALE}")
         is_double = self._data != "weight" and f"{module}.weight" in self.tensors
         if scale is None or is_double or len(data.shape) != 2 or len(scale.shape) != 2:
             return None
@@ -87,7 +93,7 @@ class PackedFolder(SafetensorsFolder):
         columns = width * per_element if scheme.group is None else scale.shape[1] * scheme.group
         groups = 1 if scheme.group is None else scale.shape[1]
         zeros = (-(-rows * bits // WORD), groups)
-        shapes: dict[str, list[tuple[int, ...]]] = {_SHAPE: [(2,)], _GLOBAL: [(1,), ()], _ZERO: [zeros]}
+        shapes: dict[str, list[tuple[int, ...]]] = {SHAPE: [(2,)], GLOBAL: [(1,), ()], ZERO: [zeros]}
         data_type, scale_types, _ = _TYPES[scheme.format]
         fits = data.dtype == data_type and scale.dtype in scale_types and scale.shape == (rows, groups)
         for part in scheme.beside:
@@ -113,15 +119,15 @@ class PackedFolder(SafetensorsFolder):
             numbers=self._raw_part(f"{module}.{self._data}", (rows, elements)),
             in_groups=slice(begin, begin + last - first),
             wanted=slice(wanted.start - first, wanted.stop - first, wanted.step),
-            scales=self._raw_part(f"{module}.{_SCALE}", (rows, groups)),
+            scales=self._raw_part(f"{module}.{SCALE}", (rows, groups)),
             global_scale=self._global_scale(module),
             zero_points=zero_points,
             zero_rows=zero_rows,
         )
 
     def _global_scale(self, module: str) -> torch.Tensor | None:
-        name = f"{module}.{_GLOBAL}"
-        if _GLOBAL not in self._scheme.beside:
+        name = f"{module}.{GLOBAL}"
+        if GLOBAL not in self._scheme.beside:
             return None
         with as_checkpoint_error(self._files[name]):
             scale: torch.Tensor = self._map(name).get_tensor(name)
@@ -129,22 +135,22 @@ class PackedFolder(SafetensorsFolder):
 
     def _zero_points(self, module: str, rows: slice, groups: slice) -> tuple[torch.Tensor | None, slice | None]:
         """The words with the zero points of `rows`, and the rows among those of the words.  None: there are none"""
-        if _ZERO not in self._scheme.beside:
+        if ZERO not in self._scheme.beside:
             return None, None
         bits = self._scheme.num_bits
         start = rows.start * bits // WORD
-        words = self._raw_part(f"{module}.{_ZERO}", (slice(start, -(-rows.stop * bits // WORD)), groups))
+        words = self._raw_part(f"{module}.{ZERO}", (slice(start, -(-rows.stop * bits // WORD)), groups))
         begin = rows.start - start * WORD // bits
         return words, slice(begin, begin + rows.stop - rows.start, rows.step)
 
     def _check_shape(self, module: str) -> None:
         """Raise CheckpointError if the values of weight_shape are another shape."""
-        if _SHAPE not in self._scheme.beside or module in self._checked:
+        if SHAPE not in self._scheme.beside or module in self._checked:
             return
-        written, shape = self._raw_part(f"{module}.{_SHAPE}", (slice(0, 2),)).tolist(), self._shapes[f"{module}.weight"]
+        written, shape = self._raw_part(f"{module}.{SHAPE}", (slice(0, 2),)).tolist(), self._shapes[f"{module}.weight"]
         if written != list(shape):
             raise CheckpointError(
-                f"{self._files[f'{module}.{_SHAPE}']}: {module}.{_SHAPE} is {written}, but the sizes of {self._data} "
-                f"and {_SCALE} give {list(shape)}.  Such a weight cannot be dequantised; copy the file again."
+                f"{self._files[f'{module}.{SHAPE}']}: {module}.{SHAPE} is {written}, but the sizes of {self._data} "
+                f"and {SCALE} give {list(shape)}.  Such a weight cannot be dequantised; copy the file again."
             )
         self._checked.add(module)

@@ -44,6 +44,7 @@ class Scheme:
     suffix: str  # the scale of the tensor X is the tensor X + suffix
     block: tuple[int, int] | None  # rows and columns that share a scale; None: one scale per matrix or row
     dtype: str  # name in safetensors of the type that config.json gives the model
+    powers: bool = False  # whether scales are powers of 2; readers need not know
 
     def scale_of(self, name: str) -> str:
         return name + self.suffix
@@ -73,6 +74,11 @@ class Packed:
     @property
     def number_format(self) -> str:
         return {"pack": f"INT{self.num_bits}"}.get(name := self.format.partition("-")[0], name.upper())
+
+    @property
+    def data(self) -> str:
+        """Last part of the name of the stored numbers."""
+        return "weight" if self.format == "mxfp8-quantized" else "weight_packed"
 
     @property
     def beside(self) -> tuple[str, ...]:
@@ -107,7 +113,8 @@ def scheme_of(content: Mapping[str, Any]) -> tuple[Quantised | None, list[str]]:
             problems.append(f"{QUANTIZATION} has blocks of {json.dumps(block)}, which are not [rows, columns]")
         if problems:
             return None, problems
-        return Scheme(suffix="_scale_inv", block=None if block is None else (block[0], block[1]), dtype=dtype), []
+        powers, block = config.get("scale_fmt") == "ue8m0", None if block is None else (block[0], block[1])
+        return Scheme(suffix="_scale_inv", block=block, dtype=dtype, powers=powers), []
     if method == "compressed-tensors":
         return _compressed(config, dtype)
     return None, [f"{QUANTIZATION} has quant_method = {json.dumps(method)}, which is not supported; {_SUPPORTED}"]

@@ -19,8 +19,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from sft.errors import CheckpointError, first_few
-from sft.files.folder_files import LIST_BYTES, UnsafeFileError, read_json, regular_file
-from sft.hf.hub import INDEX, SHARD, SINGLE
+from sft.files.folder_files import UnsafeFileError, regular_file
+from sft.hf.hub import INDEX, SINGLE
+from sft.hf.safetensors_index import read_index
 from sft.hf.safetensors_writer import bytes_of
 from sft.hf.tensor_check import fold_by_layer
 from sft.low_bits.part import StoredPart
@@ -44,6 +45,7 @@ class SafetensorsFolder:
     """The tensors of a Hugging Face folder.  Raises CheckpointError that lists the problems of the files.
 
     tensors: the tensors by name, as readers see them
+    stored_tensors: the tensors by name, as the files have them
     requested_bytes: stored bytes of all values that were read so far
     dequantised: names of the tensors that are stored in the format `number_format`, and dequantised when read
     """
@@ -57,7 +59,7 @@ class SafetensorsFolder:
         self._sizes: dict[Path, int] = {}
         self._mapped: dict[Path, Any] = {}
         self._stack, self._mapped_bytes = ExitStack(), 0
-        index = _read_index(folder)
+        index = read_index(folder)
         problems = []
         for name in sorted({*index.values()} if index else {SINGLE}):
             file = folder / name
@@ -73,6 +75,7 @@ class SafetensorsFolder:
             raise CheckpointError("\n  ".join(first_few(problems)))
         if index is not None:
             _compare_with_index(self.tensors, index, folder)
+        self.stored_tensors = self.tensors
         self._files = {name: tensor.file for name, tensor in self.tensors.items()}
 
     def read_rows(
@@ -162,6 +165,19 @@ class SafetensorsFolder:
             self.read_rows(name, start, block)
             yield block
 
+    def stored_names(self, name: str) -> list[str]:
+        """The names of the stored tensors of which the tensor `name` consists, with scales of its activations."""
+        return [name]
+
+    def read_stored(self, name: str) -> torch.Tensor:
+        """A copy of the stored tensor `name`, one of `stored_tensors`."""
+        with as_checkpoint_error(self._files[name]):
+            tensor: torch.Tensor = self._map(name).get_tensor(name).clone()
+        self._mapped_bytes += tensor.nbytes
+        if self._mapped_bytes >= MAPPED_BYTES:
+            self.close()
+        return tensor
+
     def close(self) -> None:
         """Unmap all files.  Reading a tensor later maps its file again."""
         self._mapped.clear()
@@ -240,44 +256,6 @@ def as_checkpoint_error(path: Path) -> Iterator[None]:
         if path.is_file():
             reason += f" (the file has {path.stat().st_size:,} bytes)"
         raise CheckpointError(f"{path} is not a complete safetensors file: {reason}.  Copy the file again.") from None
-
-
-def _read_index(folder: Path) -> dict[str, str] | None:
-    """The file of each tensor, from the index; None if one file has all tensors.
-
-    Raises CheckpointError if there are no weights, if the index is damaged or cannot be read, or if both forms exist.
-    """
-    single, index = (folder / SINGLE).exists(), (folder / INDEX).exists()
-    if single and index:
-        raise CheckpointError(
-            f"{folder} has both {SINGLE} and {INDEX}, but only one of them may exist.  Remove the wrong file."
-        )
-    if not single and not index:
-        pickles = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth"))
-        has = (
-            f"has {pickles[0]}, a pickle file.  Pickle files can run code, so this trainer does not open them"
-            if pickles
-            else "has no weights"
-        )
-        raise CheckpointError(
-            f"{folder} {has}: expected {SINGLE}, or {INDEX} and the files that it names.  transformers converts the "
-            "weights: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OTHER)."
-        )
-    if single:
-        return None
-    try:
-        names: dict[str, str] = read_json(folder, INDEX, LIST_BYTES)["weight_map"]
-        if not names or not all(isinstance(name, str) for pair in names.items() for name in pair):
-            raise ValueError("weight_map does not map names to names")
-    except OSError as error:
-        raise CheckpointError(f"{folder / INDEX} cannot be read: {error.strerror}.") from error
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{folder / INDEX} is damaged ({type(error).__name__}: {error}).") from None
-    for name in names.values():
-        if not SHARD.fullmatch(name):
-            shown = repr(name[:80])
-            raise CheckpointError(f"{folder / INDEX} names {shown}, which is not a safetensors file of this folder.")
-    return names
 
 
 def _stored_twice(tensors: dict[str, StoredTensor], new: Iterable[str], file: Path) -> list[str]:

@@ -1,6 +1,7 @@
 """FP8 numbers (E4M3) with one scale per tensor, matrix, row, or block of rows and columns.
 
-A value is the stored number times its scale, computed in fp32.
+A value is the stored number times its scale, computed in fp32.  `quantised` gives the largest magnitude of a block the
+number 448, the largest of E4M3, so a value changes by at most 1/16 of itself or, if small, by 2^-10 of the scale.
 """
 
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from sft.low_bits.part import StoredPart
+
+LARGEST = 448.0  # largest number of E4M3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +26,10 @@ class ScaleIndex:
     def of(self, scale: Tensor, axis: int) -> Tensor:
         """`scale` with `count` elements along `axis`, one for each element of the part."""
         last = self.first + self.count * self.step
-        return scale.index_select(axis, torch.arange(self.first, last, self.step, device=scale.device) // self.block)
+        return scale.index_select(
+            axis,
+            torch.arange(self.first, last, self.step, device=scale.device) // self.block,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,3 +48,35 @@ class Fp8Part(StoredPart):
         for axis, index in enumerate(self.indices):
             scales = scales if index is None else index.of(scales, axis)
         return self.numbers.float().mul_(scales).to(dtype)
+
+
+def quantised(
+    values: Tensor,
+    block: tuple[int, int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    powers: bool = False,
+    largest: Tensor | None = None,
+) -> Fp8Part:
+    """Quantise a matrix [rows, columns] in blocks of `block` rows and columns; the last blocks may be smaller.
+
+    dtype: type of the scales; powers: whether scales are powers of 2 (scale_fmt "ue8m0")
+    largest: the magnitude to which every block is scaled; None: that of its own values
+    A block of zeros has scale 1.
+    """
+    (rows, columns), (height, width) = values.shape, block
+    padded = torch.nn.functional.pad(values.float(), (0, -columns % width, 0, -rows % height))
+    blocks = padded.unflatten(1, (-1, width)).unflatten(0, (-1, height))  # [row blocks, height, column blocks, width]
+    own = blocks.abs().amax((1, 3)) if largest is None else largest.float().expand(blocks.shape[0], blocks.shape[2])
+    scales = own / LARGEST
+    if powers:
+        scales = torch.exp2(torch.ceil(torch.log2(scales)))
+    scales = scales.to(dtype)
+    scales = torch.where(scales == 0, torch.ones_like(scales), scales)
+    numbers = (blocks / scales.float()[:, None, :, None]).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    indices = (
+        ScaleIndex(first=0, count=rows, step=1, block=height),
+        ScaleIndex(first=0, count=columns, step=1, block=width),
+    )
+    numbers = numbers.view(torch.uint8).flatten(2).flatten(0, 1)[:rows, :columns].contiguous()
+    return Fp8Part(numbers=numbers.view(torch.float8_e4m3fn), scales=scales, indices=indices)

@@ -40,6 +40,7 @@ class Exports:
 
     def __init__(self, config: CheckpointConfig, run: Path, console: Console) -> None:
         self._mode, self._run, self._console = config.export_hf, run, console
+        self._format = config.export_format
         self._prefix = "iter" if self._mode == "every" else self._mode
         self._changed = threading.Condition()  # guards all fields below
         self._steps: list[int] = []  # the step that is being exported, and the steps that follow
@@ -160,7 +161,7 @@ class Exports:
         self._folder.mkdir(exist_ok=True)
         self._remove(target)  # an export of an older checkpoint of this step
         log = target.with_name(f"{target.name}.log")
-        command = [sys.executable, "-m", "sft", "export", "--end-with", str(os.getpid())]
+        command = [sys.executable, "-m", "sft", "export", "--end-with", str(os.getpid()), "--format", self._format]
         command += [str(self._run / "checkpoints" / folders.name_of(step)), str(target)]
         environment = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
         with log.open("wb") as output:

@@ -254,6 +254,11 @@ def _write(kept: Kept) -> None:
     (folder / SOURCE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor as a tensor, for comparisons: as numbers, 0.0 equals -0.0."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
 def digest_of(tensor: torch.Tensor) -> str:
     """SHA-256 of the bytes of a tensor."""
     return hashlib.sha256(bytes_of(tensor)).hexdigest()

@@ -1,14 +1,13 @@
 """Converts a Megatron checkpoint to a Hugging Face folder, which transformers and inference servers load.
 
 `original.py` finds the original model, which gives the family, config.json, the tokenizer and the tensors that are not
-trained.  `trained_tensors.py` assembles the trained tensors.  `proof.py` compares the written tensors with those that
-the export must have.  A checkpoint of adapters becomes a PEFT folder (`export_adapter.py`) or a merged model
-(`merged_weights.py`).
+trained.  `trained_tensors.py` assembles the trained tensors, and `stored_form.py` quantises them.  `proof.py` compares
+the written tensors with those that the export must have.  A checkpoint of adapters becomes a PEFT folder
+(`export_adapter.py`) or a merged model (`merged_weights.py`).
 """
 
 import json
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,14 +20,14 @@ import torch
 from sft.checkpoint import folders, manifest
 from sft.checkpoint.manifest import Entry, Manifest, Verify
 from sft.config import ModelConfig
+from sft.config.checkpoint import ExportFormat
 from sft.console import Console, size
-from sft.errors import CheckpointError
+from sft.errors import CheckpointError, ConfigError
 from sft.files.folder_files import copy
 from sft.hf.architecture import Architecture, architecture, nested, read, write_back
 from sft.hf.hub import CONFIG
 from sft.hf.quantization import QUANTIZATION
-from sft.hf.safetensors_writer import NAMES, SHARD_BYTES, TYPES, write_tensors
-from sft.hf.source import Expected
+from sft.hf.safetensors_writer import SHARD_BYTES, TYPES, write_tensors
 from sft.mcore.checkpoint_io import safe_reader
 from sft.mcore.checkpoint_io.megatron_arguments import expert_arguments
 from sft.weights import kept
@@ -39,7 +38,9 @@ from sft.weights.export.merged_weights import open_merged
 from sft.weights.export.model_card import write_model_card
 from sft.weights.export.original import Original, describe_tokenizer, find_original
 from sft.weights.export.proof import check_export
-from sft.weights.export.trained_tensors import TrainedTensor, check_stored, model_tensors, prefetched, put_together
+from sft.weights.export.stored_form import open_form
+from sft.weights.export.tensor_types import converted, expected_tensors, main_dtype
+from sft.weights.export.trained_tensors import check_stored, model_tensors, prefetched, put_together
 from sft.weights.lora import merged_adapters
 from sft.weights.serving import served_files
 from sft.weights.torch_dist import TorchDistReader
@@ -57,6 +58,7 @@ class Options:
     like: Path | None = None  # the Hugging Face folder from which the weights came; None: see `find_original`
     dtype: str | None = None  # type of all trained tensors, e.g. `float32`; None: each keeps its type in the original
     shard_bytes: int = SHARD_BYTES
+    format: ExportFormat | None = None  # None: as the recipe's checkpoint.export_format says
     merged: bool | None = None  # whether adapters are added to the weights; None: as the recipe's lora.export says
 
 
@@ -81,6 +83,7 @@ def _convert(
     """Convert the checkpoint `path`.  The folder `target` appears only after `finish_verification` has returned."""
     common = safe_reader.common_state(path)
     recipe = _recipe(common)
+    options = _with_format(options, recipe)
 
     def finish(folder: Path, files: dict[str, Entry]) -> None:
         _write_manifest(folder, path, files)
@@ -91,6 +94,11 @@ def _convert(
             raise CheckpointError(f"{path} holds whole weights and no adapters.  Leave out --merged and --no-merged.")
     elif not (recipe.get("lora.export") == "merged" if options.merged is None else options.merged):
         like, dtype = options.like, options.dtype
+        if options.format != "bf16":
+            raise ConfigError(
+                f"checkpoint.export_format = {options.format} quantises whole models, but {path} is exported as "
+                "adapters, which are not quantised.  Use --merged, or --format bf16."
+            )
         export_adapter(path, target, console, common, recipe, like=like, dtype=dtype, finish=finish)
         return
     _write_model(path, target, console, common, options, finish)
@@ -106,44 +114,57 @@ def _write_model(
     recipe, has_mtp = _recipe(common), bool(getattr(common.get("args"), "mtp_num_layers", None))
     original = find_original(path, recipe, options.like, has_mtp=has_mtp)
     original_content = read(original.folder)
-    content = _dequantised(original_content)
-    imported = architecture(content, str(original.folder / CONFIG))
+    imported = architecture(original_content, str(original.folder / CONFIG))
     model, seq_length = _model(common, imported, path, console)
     reader, tensors = TorchDistReader(path), model_tensors(imported, model, original, path)
+    form = open_form(options.format or "bf16", imported, tensors, original, recipe, options.like, has_mtp=has_mtp)
+    content = original_content if form.source else _dequantised(original_content)
     if recipe.get("lora.rank") is None:
         merging = None
         check_stored(reader, tensors.values(), path)
     else:
         merging = open_merged(path, common, recipe, tensors, like=options.like, original=original, console=console)
     moves_bias = bool(getattr(common.get("args"), "moe_router_bias_update_rate", 0.0))
-    expected = _expected(tensors, original, reader, options.dtype, moves_bias=moves_bias)
-    names = sorted(tensors, key=lambda name: -TYPES[expected[name].dtype].itemsize)  # wide types first, for alignment
+    expected = expected_tensors(tensors, original, reader, options.dtype, moves_bias=moves_bias)
+    # Wide types first, for alignment.
+    names = sorted(tensors, key=lambda name: (name in form.names, -TYPES[expected[name].dtype].itemsize))
     untrained = original.names("passed through")
     planned = {name: kept.on_meta(expected[name], name) for name in [*names, *untrained]}
-    dtype = _main_dtype(planned[name] for name in tensors)
+    dtype = None if form.source else main_dtype(planned[name] for name in tensors)
     config = write_back(content, model, str(original.folder / CONFIG), dtype=dtype, seq_length=seq_length)
+    if (quantisation := form.config(planned)) is not None:
+        config[QUANTIZATION] = quantisation
     if original.served is not None:
         config = served_files.with_ends(config, original.served.end_ids)
-    num_bytes = sum(tensor.nbytes for tensor in planned.values())
+    written = form.planned(planned)
+    num_bytes = sum(tensor.nbytes for tensor in written.values())
+
+    def trained() -> Iterator[tuple[str, torch.Tensor]]:
+        ordered = ((name, tensors[name]) for name in names)
+        return converted(merging.values(ordered, planned) if merging else put_together(reader, ordered), planned)
+
+    if form.needs_largest:
+        form.measure(prefetched(chain(trained(), original.passed_through())))
     with new_folder(target, num_bytes) as temporary:
         with console.track(f"exporting {path}", num_bytes, "bytes") as progress:
-            ordered = ((name, tensors[name]) for name in names)
-            trained = merging.values(ordered, planned) if merging else put_together(reader, ordered)
             files, digests = write_tensors(
                 temporary,
-                planned,
-                prefetched(chain(_converted(trained, planned), original.passed_through())),
+                written,
+                prefetched(form.stored(chain(trained(), original.passed_through()))),
                 options.shard_bytes,
                 digested=untrained,
                 advance=progress.advance,
             )
         unchanged = merging.digests if merging else {}
         digests |= {name: digest for name, (kind, digest) in unchanged.items() if kind == planned[name].dtype}
-        check_export(temporary, expected, {**digests, **original.digests}, f"the export of {path}")
+        digests |= original.digests
+        digests = {name: digest for name, digest in digests.items() if name not in form.names} | form.digests
+        check_export(temporary, form.expected(expected), digests, f"the export of {path}")
         copied = _write_others(temporary, original, original_content, config)
         if merging:
             merged_adapters.write(temporary, merging.holds)
-        write_model_card(temporary, path, common, original)
+        form.check(temporary, original.name, has_mtp=has_mtp)
+        write_model_card(temporary, path, common, original, form.card())
         served_files.check_tokenizer(temporary, str(path), original.served)
         finish(temporary, files)
     changed = ", ".join(_changed(original_content, config))
@@ -154,46 +175,21 @@ def _write_model(
         f"  config.json   {original.folder / CONFIG}, {f'changed: {changed}' if changed else 'unchanged'}\n"
         f"  copied        {', '.join(copied) or 'nothing: the folder has no tokenizer'}"
     )
+    if text := form.describe():
+        console.say(f"  {text}")
     if recipe:
         console.say(describe_tokenizer(original, recipe))
 
 
-def _expected(
-    tensors: Mapping[str, TrainedTensor],
-    original: Original,
-    reader: TorchDistReader,
-    dtype: str | None,
-    *,
-    moves_bias: bool,
-) -> dict[str, Expected]:
-    """The tensors that the export must have, by name.
-
-    dtype: type of all trained tensors; None: each keeps its type in the original
-    moves_bias: whether the run changed the correction biases of routers
-    """
-    expected = dict(original.tensors or {})
-    for name, tensor in tensors.items():
-        if name not in expected:
-            expected[name] = Expected(shape=tensor.shape, dtype=NAMES[tensor.dtype(reader)], role="trained")
-        if tensor.parts[0][0].is_buffer and moves_bias:
-            expected[name] = replace(expected[name], dtype="F32")  # bf16 could round a change of the bias away
-        if dtype is not None:
-            expected[name] = replace(expected[name], dtype=NAMES[getattr(torch, dtype)])
-    return expected
-
-
-def _converted(
-    values: Iterable[tuple[str, torch.Tensor]], planned: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in their planned types.  Raises CheckpointError if a converted value is not finite."""
-    for name, value in values:
-        converted = value.to(planned[name].dtype)
-        if converted is not value and not converted.isfinite().all():
-            raise CheckpointError(
-                f"{name} has numbers that {NAMES[converted.dtype]}, the type of the original, cannot hold.  Export "
-                "with --dtype float32."
-            )
-        yield name, converted
+def _with_format(options: Options, recipe: Mapping[str, Any]) -> Options:
+    """The options with a format: by default, that of the recipe.  Raises ConfigError for a quantised format and a type."""
+    format = options.format or recipe.get("checkpoint.export_format", "bf16")
+    if format != "bf16" and options.dtype is not None:
+        raise ConfigError(
+            f"--dtype {options.dtype} is the type of an export that is not quantised, but the format is {format}.  "
+            "Leave out --dtype, or add --format bf16."
+        )
+    return replace(options, format=format)
 
 
 def _write_manifest(folder: Path, checkpoint: Path, files: dict[str, Entry]) -> None:
@@ -290,11 +286,3 @@ def _model(
     if wrong:
         raise CheckpointError(f"{path} is of another model: {'; '.join(wrong)}.")
     return model.model_copy(update={"has_mtp": bool(getattr(args, "mtp_num_layers", None))}), None
-
-
-def _main_dtype(planned: Iterable[torch.Tensor]) -> str:
-    """The type with the most bytes, such as `bfloat16`, for config.json."""
-    num_bytes = Counter[torch.dtype]()
-    for tensor in planned:
-        num_bytes[tensor.dtype] += tensor.nbytes
-    return str(num_bytes.most_common(1)[0][0]).removeprefix("torch.")

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,12 @@ _ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 _METRICS = ("lm loss", "perplexity/avg", "token accuracy")
 
 
-def write_model_card(folder: Path, checkpoint: Path, common: Mapping[str, Any], original: Original) -> None:
-    """Write README.md into the export `folder` of `checkpoint`.  common: the values in the checkpoint's common.pt
+def write_model_card(
+    folder: Path, checkpoint: Path, common: Mapping[str, Any], original: Original, quantisation: Sequence[str] = ()
+) -> None:
+    """Write README.md into the export `folder` of `checkpoint`.
 
+    common: the values in the checkpoint's common.pt; quantisation: the lines of the section about it
     The README has no recipe if Megatron-LM wrote the checkpoint.
     """
     sft = common.get("sft")
@@ -44,6 +47,7 @@ def write_model_card(folder: Path, checkpoint: Path, common: Mapping[str, Any], 
         rank = None if (folder / CONFIG).exists() else recipe.get("lora.rank")
         lines += _serving(original.served, name, rank)
     lines += _losses(checkpoint.parent.parent / "metrics.jsonl", step)
+    lines += quantisation
     if recipe:
         lines += [
             "## Recipe",

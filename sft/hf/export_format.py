@@ -43,8 +43,8 @@ _WITH_STACKED_EXPERTS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
-    """What an export in a quantised format quantises.
+class QuantisedTensors:
+    """The tensors that an export in a quantised format quantises.
 
     names: the tensors that are quantised; left: Linears of layers that keep their type, because they do not fit
     """
@@ -69,8 +69,8 @@ def choose(
     views: Mapping[HfTensor, list[tuple[TensorMapping, int]]],
     family: Family,
     dtype: str,
-) -> Choice:
-    """What an export of a model in this format quantises.
+) -> QuantisedTensors:
+    """The tensors that an export of a model in this format quantises.
 
     format: neither bf16 nor as_source; views: the tensors of the model, as `views_by_tensor` gives them
     dtype: name in safetensors of the type of the model
@@ -97,7 +97,7 @@ def choose(
             f"checkpoint.export_format = {format} would quantise nothing, because {_needs(scheme)}: "
             f"{', '.join(first_few(fold_by_layer(left))) or 'the model has no such matrix'}.  Use bf16."
         )
-    return Choice(scheme=scheme, names=names, left=left)
+    return QuantisedTensors(scheme=scheme, names=names, left=left)
 
 
 def quantization_config(scheme: Quantised, in_type: Iterable[str]) -> dict[str, Any]:

@@ -92,8 +92,8 @@ def quantised(
             part, tensors = _part(scheme, name, rows, plan, bound if whole is None else whole)
             for stored_name, tensor in tensors.items():
                 parts.setdefault(stored_name, []).append(tensor)
-            found = part.values(DTYPES[scheme.dtype])
-            difference = (found.mT if isinstance(scheme, Mxfp4) else found).float() - rows
+            rounded = part.values(DTYPES[scheme.dtype])
+            difference = (rounded.mT if isinstance(scheme, Mxfp4) else rounded).float() - rows
             differences += float(torch.linalg.vector_norm(difference, dtype=torch.float64)) ** 2
             squares += float(torch.linalg.vector_norm(rows, dtype=torch.float64)) ** 2
             largest = max(largest, float(difference.abs().amax()))

@@ -161,8 +161,9 @@ class Exports:
         self._folder.mkdir(exist_ok=True)
         self._remove(target)  # an export of an older checkpoint of this step
         log = target.with_name(f"{target.name}.log")
-        command = [sys.executable, "-m", "sft", "export", "--end-with", str(os.getpid()), "--format", self._format]
+        command = [sys.executable, "-m", "sft", "export", "--end-with", str(os.getpid())]
         command += [str(self._run / "checkpoints" / folders.name_of(step)), str(target)]
+        command += ["--format", self._format]
         environment = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
         with log.open("wb") as output:
             with self._changed:

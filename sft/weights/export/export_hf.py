@@ -11,11 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from sft.checkpoint import folders, manifest
 from sft.checkpoint.manifest import Entry, Manifest, Verify
@@ -27,20 +24,19 @@ from sft.files.folder_files import copy
 from sft.hf.architecture import Architecture, architecture, nested, read, write_back
 from sft.hf.hub import CONFIG
 from sft.hf.quantization import QUANTIZATION
-from sft.hf.safetensors_writer import SHARD_BYTES, TYPES, write_tensors
+from sft.hf.safetensors_writer import SHARD_BYTES
 from sft.mcore.checkpoint_io import safe_reader
 from sft.mcore.checkpoint_io.megatron_arguments import expert_arguments
-from sft.weights import kept
 from sft.weights.atomic_folder import copy_companions, new_folder, refuse_existing
 from sft.weights.background_exports import CHECKPOINT_DIGEST
 from sft.weights.export.export_adapter import export_adapter
 from sft.weights.export.merged_weights import open_merged
 from sft.weights.export.model_card import write_model_card
 from sft.weights.export.original import Original, describe_tokenizer, find_original
-from sft.weights.export.proof import check_export
 from sft.weights.export.stored_form import open_form
-from sft.weights.export.tensor_types import converted, expected_tensors, main_dtype
-from sft.weights.export.trained_tensors import check_stored, model_tensors, prefetched, put_together
+from sft.weights.export.tensor_types import expected_tensors, main_dtype
+from sft.weights.export.trained_tensors import check_stored, model_tensors
+from sft.weights.export.written_tensors import WrittenTensors
 from sft.weights.lora import merged_adapters
 from sft.weights.serving import served_files
 from sft.weights.torch_dist import TorchDistReader
@@ -126,40 +122,18 @@ def _write_model(
         merging = open_merged(path, common, recipe, tensors, like=options.like, original=original, console=console)
     moves_bias = bool(getattr(common.get("args"), "moe_router_bias_update_rate", 0.0))
     expected = expected_tensors(tensors, original, reader, options.dtype, moves_bias=moves_bias)
-    # Wide types first, for alignment.
-    names = sorted(tensors, key=lambda name: (name in form.names, -TYPES[expected[name].dtype].itemsize))
-    untrained = original.names("passed through")
-    planned = {name: kept.on_meta(expected[name], name) for name in [*names, *untrained]}
-    dtype = None if form.source else main_dtype(planned[name] for name in tensors)
+    written = WrittenTensors(
+        tensors=tensors, expected=expected, original=original, reader=reader, merging=merging, form=form
+    )
+    dtype = None if form.source else main_dtype(written.planned[name] for name in tensors)
     config = write_back(content, model, str(original.folder / CONFIG), dtype=dtype, seq_length=seq_length)
-    if (quantisation := form.config(planned)) is not None:
-        config[QUANTIZATION] = quantisation
+    config |= form.config(written.planned)
     if original.served is not None:
         config = served_files.with_ends(config, original.served.end_ids)
-    written = form.planned(planned)
-    num_bytes = sum(tensor.nbytes for tensor in written.values())
-
-    def trained() -> Iterator[tuple[str, torch.Tensor]]:
-        ordered = ((name, tensors[name]) for name in names)
-        return converted(merging.values(ordered, planned) if merging else put_together(reader, ordered), planned)
-
-    if form.needs_largest:
-        form.measure(prefetched(chain(trained(), original.passed_through())))
+    num_bytes = written.num_bytes
     with new_folder(target, num_bytes) as temporary:
         with console.track(f"exporting {path}", num_bytes, "bytes") as progress:
-            files, digests = write_tensors(
-                temporary,
-                written,
-                prefetched(form.stored(chain(trained(), original.passed_through()))),
-                options.shard_bytes,
-                digested=untrained,
-                advance=progress.advance,
-            )
-        unchanged = merging.digests if merging else {}
-        digests |= {name: digest for name, (kind, digest) in unchanged.items() if kind == planned[name].dtype}
-        digests |= original.digests
-        digests = {name: digest for name, digest in digests.items() if name not in form.names} | form.digests
-        check_export(temporary, form.expected(expected), digests, f"the export of {path}")
+            files = written.write(temporary, options.shard_bytes, f"the export of {path}", progress.advance)
         copied = _write_others(temporary, original, original_content, config)
         if merging:
             merged_adapters.write(temporary, merging.holds)
@@ -168,21 +142,24 @@ def _write_model(
         served_files.check_tokenizer(temporary, str(path), original.served)
         finish(temporary, files)
     changed = ", ".join(_changed(original_content, config))
-    count = f"{len(tensors) - len(unchanged):,} tensors trained{' or merged' if merging else ''}, "
-    count += f"{len(unchanged):,} of {merging.base}, " if merging else ""
+    count = f"{len(tensors) - written.num_unchanged:,} tensors trained{' or merged' if merging else ''}, "
+    count += f"{written.num_unchanged:,} of {merging.base}, " if merging else ""
+    count += f"{len(original.names('passed through')):,} passed through"
     console.say(
-        f"exported {path} to {target} ({size(num_bytes)}; {count}{len(untrained):,} passed through)\n"
+        f"exported {path} to {target} ({size(num_bytes)}; {count})\n"
         f"  config.json   {original.folder / CONFIG}, {f'changed: {changed}' if changed else 'unchanged'}\n"
         f"  copied        {', '.join(copied) or 'nothing: the folder has no tokenizer'}"
     )
-    if text := form.describe():
-        console.say(f"  {text}")
-    if recipe:
-        console.say(describe_tokenizer(original, recipe))
+    for line in (form.describe(), describe_tokenizer(original, recipe) if recipe else ""):
+        if line:
+            console.say(line)
 
 
 def _with_format(options: Options, recipe: Mapping[str, Any]) -> Options:
-    """The options with a format: by default, that of the recipe.  Raises ConfigError for a quantised format and a type."""
+    """The options with a format: by default, that of the recipe.
+
+    Raises ConfigError if the options have a type and a quantised format.
+    """
     format = options.format or recipe.get("checkpoint.export_format", "bf16")
     if format != "bf16" and options.dtype is not None:
         raise ConfigError(

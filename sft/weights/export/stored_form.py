@@ -20,7 +20,7 @@ from sft.hf.architecture import Architecture
 from sft.hf.export_format import choose, fused, quantization_config
 from sft.hf.hub import INDEX, SINGLE, local_folder
 from sft.hf.quantised_tensors import QuantisationError, planned, quantised
-from sft.hf.quantization import Packed, Quantised
+from sft.hf.quantization import QUANTIZATION, Packed, Quantised
 from sft.hf.safetensors_writer import NAMES, TYPES
 from sft.hf.source import Expected, Source, open_source
 from sft.hf.tensor_check import fold_by_layer
@@ -56,7 +56,9 @@ class StoredForm:
     errors: dict[str, QuantisationError] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     _kept: set[str] = field(default_factory=set)  # quantised tensors that were copied from the source
-    _largest: dict[str, Tensor] = field(default_factory=dict)  # for NVFP4: by `fused`, the largest magnitude
+    # For NVFP4: the largest magnitude by `fused`, and the groups that do not fit the global scales of the source.
+    _largest: dict[str, Tensor] = field(default_factory=dict)
+    _too_large: set[str] = field(default_factory=set)
 
     @property
     def needs_largest(self) -> bool:
@@ -78,21 +80,25 @@ class StoredForm:
                 result[name] = Expected(shape=tuple(meta.shape), dtype=NAMES[meta.dtype], role=tensor.role)
         return result
 
-    def config(self, names: Iterable[str]) -> dict[str, Any] | None:
-        """The value of quantization_config; None: there is none, or config.json has that of the source.
+    def config(self, names: Iterable[str]) -> dict[str, Any]:
+        """quantization_config for config.json; {} if there is none, or if config.json has that of the source.
 
         names: all tensors of the export
         """
         if self.scheme is None or self.source is not None:
-            return None
-        return quantization_config(self.scheme, [name for name in names if name not in self.names])
+            return {}
+        return {QUANTIZATION: quantization_config(self.scheme, [name for name in names if name not in self.names])}
 
     def measure(self, tensors: Values) -> None:
-        """Find the largest magnitude of each group of fused tensors, from which global scales of NVFP4 follow."""
+        """Find the magnitudes from which global scales of NVFP4 follow.  Servers need equal ones in fused tensors."""
         for name, value in tensors:
             if name in self.names:
                 largest, group = value.abs().amax().float(), fused(name)
                 self._largest[group] = torch.maximum(largest, self._largest.get(group, largest))
+                if self.source is None or float(self._scale_of_source(name) * largest) <= NVFP4_RANGE * _ROUNDING:
+                    continue
+                if not self._has_values_of_source(name, value):
+                    self._too_large.add(group)
 
     def stored(self, tensors: Values) -> Iterator[tuple[str, Tensor]]:
         """Yields name and value of each stored tensor, in the order of `planned`."""
@@ -101,13 +107,13 @@ class StoredForm:
                 yield full, value
                 continue
             plan = self._plan(full, value)
-            whole = self._whole(full)
-            if self.source is not None and self._is_unchanged(full, value, whole):
+            is_whole_kept = fused(full) not in self._too_large
+            if self.source is not None and is_whole_kept and self._has_values_of_source(full, value):
                 self._kept.add(full)
                 yield from self._of_source(full, plan)
                 continue
             assert self.scheme is not None
-            stored, self.errors[full] = quantised(self.scheme, full, value, plan, whole)
+            stored, self.errors[full] = quantised(self.scheme, full, value, plan, self._whole(full))
             for name in plan:
                 if name in stored:
                     yield name, stored[name]
@@ -124,11 +130,11 @@ class StoredForm:
             raise CheckpointError(f"the export would not be read as it was written: {different}.")
 
     def describe(self) -> str:
-        """What was quantised and with which errors, for the log; "" without quantisation."""
+        """A sentence for the log about the tensors that were quantised and their errors; "" without quantisation."""
         if self.scheme is None:
             return self.note
-        again = f"{len(self.errors):,} quantised" + (" again" if self.source else "")
-        lines = [again, *([f"{len(self._kept):,} as the source stores them"] if self.source else [])]
+        count = f"{len(self.errors):,} quantised" + (" again" if self.source else "")
+        lines = [count, *([f"{len(self._kept):,} as the source stores them"] if self.source else [])]
         if self.errors:
             mean, (name, worst) = self.mean_error(), self.worst()[0]
             lines.append(f"relative RMS error {mean:.3%} on average, at most {worst.relative_rms:.3%} ({name})")
@@ -170,25 +176,20 @@ class StoredForm:
         return planned(self.scheme, full, tuple(tensor.shape))
 
     def _whole(self, full: str) -> Tensor | None:
-        """The global scale of NVFP4: that of the source if every magnitude fits it, so that fused tensors keep it."""
+        """The global scale of NVFP4: that of the source, if the changed tensors of the group fit it."""
         if not self.needs_largest:
             return None
-        largest = self._largest[fused(full)]
-        if self.source is not None:
-            whole = self._scale_of_source(full)
-            if float(whole * largest) <= NVFP4_RANGE * _ROUNDING:
-                return whole
-        return global_scale(largest)
+        group = fused(full)
+        is_kept = self.source is not None and group not in self._too_large
+        return self._scale_of_source(full) if is_kept else global_scale(self._largest[group])
 
     def _scale_of_source(self, full: str) -> Tensor:
         assert self.source is not None
         return self.source.stored.read_stored(f"{full.removesuffix('weight')}weight_global_scale").reshape(1)
 
-    def _is_unchanged(self, full: str, value: Tensor, whole: Tensor | None) -> bool:
-        """Whether the tensor has the values, and with NVFP4 the global scale, of the source."""
+    def _has_values_of_source(self, full: str, value: Tensor) -> bool:
+        """Whether the tensor has the values of the source, bit for bit."""
         assert self.source is not None
-        if whole is not None and not torch.equal(whole, self._scale_of_source(full)):
-            return False
         first = 0
         for block in self.source.stored.blocks(full, _BLOCK_BYTES):
             rows = value[first : first + len(block)]
@@ -253,9 +254,9 @@ def _folders(original: Original, recipe: Mapping[str, Any], like: Path | None) -
 
 def _source(original: Original, recipe: Mapping[str, Any], like: Path | None, *, has_mtp: bool) -> Source:
     """The source model with its stored tensors."""
-    seen: list[Path] = []
+    visited: list[Path] = []
     for folder in _folders(original, recipe, like):
-        seen.append(folder)
+        visited.append(folder)
         if any((folder / name).is_file() for name in (SINGLE, INDEX)):
             source = open_source(folder, original.name, compare=False, has_mtp=has_mtp)
             if original.tensors is not None and source.manifest != original.tensors:
@@ -266,7 +267,7 @@ def _source(original: Original, recipe: Mapping[str, Any], like: Path | None, *,
             return source
     raise CheckpointError(
         f"export_format = as_source writes the stored numbers and scales of {original.name} where the run changed "
-        f"nothing, but {' and '.join(map(str, dict.fromkeys(seen)))} has no {SINGLE} or {INDEX}.  Name the folder "
+        f"nothing, but {' and '.join(map(str, dict.fromkeys(visited)))} has no {SINGLE} or {INDEX}.  Name the folder "
         "with its quantised files: --hf FOLDER.  Or use --format bf16, or a format such as fp8_block, which need no "
         "stored numbers."
     )

@@ -162,7 +162,7 @@ def test_an_index_that_cannot_be_read_is_not_called_damaged(made: Make, monkeypa
         raise OSError(5, "Input/output error")
 
     source = made(shard="20KB")
-    monkeypatch.setattr("sft.hf.safetensors_files.read_json", fail)
+    monkeypatch.setattr("sft.hf.safetensors_index.read_json", fail)
     assert f"{source}/model.safetensors.index.json cannot be read: Input/output error." in import_refused(source)
 
 

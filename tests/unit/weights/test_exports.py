@@ -26,6 +26,7 @@ source=$6 target=$7
 mkdir "$target.tmp-1"
 while [ -e "$source/wait" ]; do sleep 0.02; done
 [ -e "$source/fails" ] && { echo "ConfigError: it fails."; exit 2; }
+[ "$8 $9" = "--format bf16" ] || { echo "another format: $8 $9"; exit 2; }
 digest=$(sha256sum "$source/manifest.json" | cut -d " " -f 1)
 echo '{"format": "sft checkpoint 1", "checkpoint_sha256": "'$digest'", "files": {}}' > "$target.tmp-1/manifest.json"
 mv "$target.tmp-1" "$target"
@@ -79,6 +80,14 @@ def until(condition: Callable[[], Any]) -> None:
 
 
 SAVES = [(1, True, False), (2, False, False), (3, True, False), (4, False, True)]  # step, is_best, is_last
+
+
+def test_an_export_gets_the_format_of_the_recipe(run: Run) -> None:
+    exports = Exports(CheckpointConfig(export_hf="every", export_format="nvfp4"), run.folder, Console(0, run.said))
+    run.save(1)
+    exports.published(1, is_best=False, is_last=False)
+    assert not exports.is_busy(wait_s=DEADLINE_S)
+    assert "another format: --format nvfp4" in run.said.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from sft.console import QUIET
 from sft.errors import CheckpointError, SftError, StorageError
 from sft.hf.architecture import read
 from sft.recipe.load import parse_recipe
-from sft.weights.export import export_hf as exporting
+from sft.weights.export import written_tensors
 from sft.weights.export.export_hf import export_hf
 from sft.weights.import_hf import import_hf
 from sft.weights.lora import initial_adapters, merged_adapters
@@ -128,14 +128,14 @@ def test_adapters_of_an_imported_base(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.self_attn.o_proj.weight"])
 def test_a_weight_without_an_adapter_cannot_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    source, write = hf.save(tmp_path / "source", "llama"), exporting.write_tensors
+    source, write = hf.save(tmp_path / "source", "llama"), written_tensors.write_tensors
     trained(tmp_path / "run", source)
 
     def write_changed(folder: Path, planned: Any, values: Any, *rest: Any, **options: Any) -> Any:
         changed = ((key, value + 1e-3 if key == name else value) for key, value in values)
         return write(folder, planned, changed, *rest, **options)
 
-    monkeypatch.setattr(exporting, "write_tensors", write_changed)
+    monkeypatch.setattr(written_tensors, "write_tensors", write_changed)
     told = refused(lambda: export_hf(tmp_path / "run", tmp_path / "merged", QUIET), tmp_path)
     assert "tensors that are not trained differ from those of the original" in told
 

@@ -70,9 +70,11 @@ def fill(engine: Engine, values: dict[str, torch.Tensor]) -> None:
         assert used == values.keys(), used ^ values.keys()
 
 
-def lora_recipe(source: Path, targets: Sequence[str] | str) -> list[str]:
+def lora_recipe(source: Path, targets: Sequence[str] | str, parameters: Sequence[str] = ()) -> list[str]:
+    """parameters: lora.target_parameters"""
     named = targets if isinstance(targets, str) else f"[{', '.join(targets)}]"
-    return [*recipe_of(source), f"model.hf={source}", f"lora={{rank: {RANK}, alpha: {ALPHA}, targets: {named}}}"]
+    keys = f"rank: {RANK}, alpha: {ALPHA}, targets: {named}, target_parameters: [{', '.join(parameters)}]"
+    return [*recipe_of(source), f"model.hf={source}", f"lora={{{keys}}}"]
 
 
 def losses_and_gradients(
@@ -144,7 +146,7 @@ def merged(source: Path, folder: Path, values: dict[str, torch.Tensor]) -> Path:
     shutil.copytree(source, folder)
     weights = {name: tensor.double() for name, tensor in hf.tensors(source).items()}
     for module, a, b in _products(values):
-        weights[f"{module}.weight"] += ALPHA / RANK * b @ a
+        _matrix(weights, module).add_(ALPHA / RANK * b @ a)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 
@@ -155,9 +157,17 @@ def gradients_of_factors(
     """The gradients of the factors of W + s B A, from those of merged weights: s B^T dW of A, and s dW A^T of B."""
     found = {}
     for module, a, b in _products(values):
-        of_weight = ALPHA / RANK * gradients[f"{module}.weight"]
+        of_weight = ALPHA / RANK * _matrix(gradients, module)
         found |= {f"{module}.lora_A.weight": b.T @ of_weight, f"{module}.lora_B.weight": of_weight @ a.T}
     return found
+
+
+def _matrix(weights: Mapping[str, torch.Tensor], module: str) -> torch.Tensor:
+    """The weight of a Linear, or of one of stacked experts, whose module ends with the expert's number."""
+    if f"{module}.weight" in weights:
+        return weights[f"{module}.weight"]
+    tensor, _, number = module.rpartition(".")
+    return weights[tensor][int(number)]
 
 
 def _products(values: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sft.hf.architecture import architecture, read
+from sft.weights.lora.parameters import STACKED
 from sft.weights.lora.targets import kinds_of
 from tests.ranks.hf_cases import CASES
 from tests.ranks.hf_comparison import Models, form_of, layout_of, saved_once
@@ -67,8 +68,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 def test_adapters_of_every_linear(ranks: Ranks, models: Models, tmp_path: Path, name: str, layout: str) -> None:
     source, packs = models(name).source, packs_of(SHORT)
     found = architecture(read(source), str(source))
-    has_experts = "expert" in kinds_of(found.family, found.model).values()
-    adapted = lora_recipe(source, ["all-linear", *["experts.*"] * has_experts])
+    kinds = {*kinds_of(found.family, found.model).values()}
+    stacks = ["experts.gate_up_proj", "experts.down_proj"] if STACKED in kinds else []
+    adapted = lora_recipe(source, ["all-linear", *["experts.*"] * ("expert" in kinds)], stacks)
     (shapes,) = ranks(1).run(shapes_of, adapted)
     values = factors(shapes, SMALL if name in DELTA_RULE else VALUES)
     form = form_of(CASES[name].model["family"])

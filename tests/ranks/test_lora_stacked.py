@@ -19,15 +19,30 @@ from sft.mcore.lora import adapted
 from sft.mcore.modules.stored import sharded_tensors
 from sft.weights.export.export_adapter import export_adapter
 from sft.weights.lora.initial_adapters import load_new_adapters
+from tests.covering import Case, covering_set
 from tests.ranks import etp_on_gloo, scenarios
-from tests.ranks.hf_models import ADAMW, SHORT, check_token_losses, expected_losses, load, packs_of, recipe_of
-from tests.ranks.layouts import CP, EP, GRADIENT_TOLERANCE, PP, SHARDED, SP, STEP_TOLERANCE
+from tests.ranks.hf_cases import FOUR_KINDS
+from tests.ranks.hf_models import ADAMW, SHORT, check_token_losses, expected_losses, load, packs_of
+from tests.ranks.layouts import (
+    CP,
+    EP,
+    GRADIENT_TOLERANCE,
+    LOSS_TOLERANCE,
+    NORM_TOLERANCE,
+    PP,
+    SHARDED,
+    SP,
+    STEP_TOLERANCE,
+)
 from tests.ranks.peft_models import (
     ALPHA,
     RANK,
+    factors,
+    lora_recipe,
     losses_and_gradients,
     peft_gradients,
     peft_model,
+    shapes_of,
     shard_parts,
     steps,
     trained_of,
@@ -50,6 +65,7 @@ IN_FILES = {
     "qwen3_vl_moe": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
 }
 STEPS = 10
+LAYOUT_TOLERANCE = 5e-6  # of the norm of an expert's gradient: fp32 sums in another order; measured 2.9e-6
 # So large that a step does not magnify the rounding of small gradients: with 1e-8, factors of gpt-oss differ by 1e-3.
 EPSILON = 1e-4
 
@@ -61,11 +77,6 @@ def models_of(family: str) -> Any:
 def saved(folder: Path, family: str) -> Path:
     save = vision.made if models_of(family) is vision else hf.save
     return save(folder, family, **MODELS.get(family, {}))
-
-
-def recipe_with(source: Path, targets: list[str], parameters: list[str]) -> list[str]:
-    named = f"targets: [{', '.join(targets)}], target_parameters: [{', '.join(parameters)}]"
-    return [*recipe_of(source), f"model.hf={source}", f"lora={{rank: {RANK}, alpha: {ALPHA}, {named}}}"]
 
 
 def by_expert(values: Tensors, model: Any, family: str) -> Tensors:
@@ -129,7 +140,7 @@ def test_losses_and_gradients_are_those_of_peft(
 ) -> None:
     source = saved(tmp_path / "source", family)
     model, values = peft_model(source, targets, exact=True, load=models_of(family).load, target_parameters=parameters)
-    packs, recipe = packs_of(SHORT), [*recipe_with(source, targets, parameters), *overrides]
+    packs, recipe = packs_of(SHORT), [*lora_recipe(source, targets, parameters), *overrides]
     ours = by_expert(values, model, family)
     results = ranks(world_size).run(etp_on_gloo.run, losses_and_gradients, recipe, str(source), ours, packs)
     check_token_losses([result["losses"] for result in results], expected_losses(model, packs), packs)
@@ -138,6 +149,66 @@ def test_losses_and_gradients_are_those_of_peft(
     check_parameters(whole(results, "gradients"), by_expert(stored, model, family), GRADIENT_TOLERANCE)
     norm = float(torch.stack([tensor.norm() for tensor in stored.values()]).norm())
     assert all(result["norm"] == pytest.approx(norm, rel=GRADIENT_TOLERANCE) for result in results)
+
+
+DIMENSIONS: dict[str, list[Any]] = {
+    **{
+        "tp": [1, 2],
+        "cp": [1, 2],
+        "pp": [1, 2],
+        "virtual_stages": [1, 2],
+        "dp": [1, 2],
+        "ep": [1, 2, 4],
+        "etp": [1, 2],
+    },
+    "shard": ["optimizer", "gradients", "weights"],
+    "recompute": ["none", "selective", "full"],
+}
+RULES = (
+    lambda tp, cp, pp, dp: tp * cp * pp * dp <= 4,
+    lambda pp, virtual_stages, dp: virtual_stages == 1 or (pp > 1 and dp == 1),
+    lambda tp, cp, dp, ep, etp: etp <= tp and tp * cp * dp % (ep * etp) == 0,
+    lambda cp, dp, shard: shard == "optimizer" or cp * dp > 1,
+    lambda pp, shard: shard != "weights" or pp == 1,
+)
+LAYOUTS = covering_set(DIMENSIONS, RULES)
+QUICK = 4  # of the layouts; the others are `grid`
+
+
+def overrides_of(case: Case) -> list[str]:
+    keys = [f"parallel.{key}={case[key]}" for key in ("tp", "cp", "pp", "virtual_stages", "ep", "etp", "shard")]
+    keys += [f"parallel.sequence_parallel={str(case['tp'] > 1).lower()}", f"train.recompute={case['recompute']}"]
+    return [*keys, *(SHARDED if case["shard"] != "optimizer" else []), "run.device=auto"]
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors, dict[str, Any]]:
+    """A model in files, random factors, and the results of one rank."""
+    source = hf.save(tmp_path_factory.mktemp("stacked") / "source", "gpt_oss", **FOUR_KINDS)
+    recipe = lora_recipe(source, ["o_proj"], [*BOTH, "router.weight"])
+    (shapes,) = ranks(1).run(shapes_of, recipe)
+    values = factors(shapes)
+    (found,) = ranks(1).run(losses_and_gradients, recipe, str(source), values, packs_of(SHORT))
+    return source, values, found
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.grid if number >= QUICK else ()) for number, case in enumerate(LAYOUTS)],
+    ids=lambda case: " ".join(f"{key} {value}" for key, value in case.items() if value != DIMENSIONS[key][0]),
+)
+def test_every_layout_has_the_results_of_one_rank(
+    ranks: Ranks, on_one_rank: tuple[Path, Tensors, dict[str, Any]], case: Case
+) -> None:
+    source, values, expected = on_one_rank
+    recipe = [*lora_recipe(source, ["o_proj"], [*BOTH, "router.weight"]), *overrides_of(case)]
+    world_size = case["tp"] * case["cp"] * case["pp"] * case["dp"]
+    arguments = (losses_and_gradients, recipe, str(source), values, packs_of(SHORT))
+    results = ranks(world_size).run(etp_on_gloo.run, *arguments)
+    for result in results:
+        assert result["loss"] == pytest.approx(expected["loss"], rel=LOSS_TOLERANCE)
+        assert result["norm"] == pytest.approx(expected["norm"], rel=NORM_TOLERANCE)
+    check_parameters(whole(results, "gradients"), whole([expected], "gradients"), LAYOUT_TOLERANCE)
 
 
 def continued(overrides: list[str], folder: str, checkpoint: Path) -> dict[str, Any]:
@@ -189,7 +260,7 @@ def test_an_adapter_of_peft_continues_and_comes_back(
     model, _ = peft_model(source, targets, load=models_of(family).load, target_parameters=parameters)
     before = trained_of(model)
     model.save_pretrained(tmp_path / "adapter")
-    recipe = [*recipe_with(source, targets, parameters), *ADAMW, f"optim.epsilon={EPSILON}"]
+    recipe = [*lora_recipe(source, targets, parameters), *ADAMW, f"optim.epsilon={EPSILON}"]
     recipe_from, checkpoint = [*recipe, f"lora.init_from={tmp_path}/adapter"], tmp_path / f"iter_{STEPS:07}"
     results = ranks(world_size).run(continued, [*recipe_from, *overrides], str(source), checkpoint)
     assert results[0]["source"].startswith(f"the adapters of {tmp_path}/adapter: ")
@@ -207,8 +278,8 @@ def test_an_adapter_of_peft_continues_and_comes_back(
         assert torch.equal(loaded.eval()(input_ids=tokens).logits, model(input_ids=tokens).logits)
 
     trained = copy.deepcopy(model)
-    factors = [param for param in trained.parameters() if param.requires_grad]
-    adam = torch.optim.AdamW(factors, lr=1e-3, betas=(0.9, 0.95), eps=EPSILON, weight_decay=0.1)
+    params = [param for param in trained.parameters() if param.requires_grad]
+    adam = torch.optim.AdamW(params, lr=1e-3, betas=(0.9, 0.95), eps=EPSILON, weight_decay=0.1)
     steps(trained, packs_of(SHORT), STEPS, adam)
     moved = {name: tensor - before[name] for name, tensor in trained_of(trained).items()}
     after = whole(results, "after")

@@ -86,5 +86,5 @@ def test_lora_refuses_the_router_and_experts_by_name() -> None:
     assert adapted(["all-linear"], ["router.proj"]) == attention | {"gate_proj", "up_proj", "down_proj"}
     with pytest.raises(ConfigError, match="cannot adapt model.layers.0.router.proj: the router multiplies"):
         adapted(["all-linear"], [])
-    with pytest.raises(ConfigError, match="hold all experts in one tensor"):
+    with pytest.raises(ConfigError, match="hold all experts of a layer in one tensor"):
         adapted(["experts.gate_up_proj"], [])

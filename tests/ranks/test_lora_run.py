@@ -15,7 +15,7 @@ from sft.weights.lora.peft.folder import WEIGHTS
 from sft.weights.torch_dist import TorchDistReader
 from tests.builders import chats
 from tests.launching import records, start
-from tests.unit.fixtures import hf
+from tests.unit.fixtures import hf, mxfp4
 
 SIZES = dict(num_attention_heads=4, num_key_value_heads=4, head_dim=8)
 VISIBLE = 1e-3  # least change of logits by adapters, so that an equality is meaningful
@@ -63,6 +63,21 @@ def test_a_run_resumes_on_another_layout_and_beside_its_own_base_only(tmp_path: 
     hf.rewrite(tmp_path / "model", **{"model.norm.weight": weights["model.norm.weight"] + 1})
     (code, _, told), _ = start(tmp_path, recipe(tmp_path, f"run.dir={cut}/run", "train.num_steps=6"))
     assert code == 2 and "trains adapters of the weights" in told, told
+
+
+def test_a_run_beside_a_base_in_low_bits_saves_and_resumes(tmp_path: Path) -> None:
+    chats(tmp_path, 40)
+    mxfp4.quantise(hf.save(tmp_path / "model", "gpt_oss", dtype=torch.bfloat16, num_attention_heads=4, intermediate_size=64))
+    low = ["model.base_dtype=as_stored", "lora.target_parameters=[experts.down_proj]", "lora.targets=[q_proj]"]
+    low += ["parallel.cp=1", "checkpoint.export_hf=none"]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for folder, steps in ((whole, 4), (cut, 2), (cut, 4)):
+        arguments = recipe(tmp_path, f"run.dir={folder}/run", f"train.num_steps={steps}", *low)
+        (code, _, told), *_ = start(tmp_path, arguments)
+        assert code == 0, told
+    expected, found = records(whole, "train"), records(cut, "train")
+    losses = [[record["lm loss"] for record in run] for run in (expected, found)]
+    assert len(set(losses[0])) == 4 and losses[0] == losses[1]
 
 
 def check_export(folder: Path, run: Path, record: dict[str, Any]) -> None:

@@ -123,8 +123,9 @@ def load_weights(engine: Engine, folder: Path, *, trained: bool = False) -> None
 
 
 def is_finite(engine: Engine) -> bool:
-    """Whether every weight of this rank is finite.  Not collective."""
-    return torch_dist_files.are_finite(param.detach() for chunk in engine.chunks for param in chunk.parameters())
+    """Whether every trained weight of this rank is finite; frozen ones do not change.  Not collective."""
+    params = (param for chunk in engine.chunks for param in chunk.parameters())
+    return torch_dist_files.are_finite(param.detach() for param in params if param.requires_grad)
 
 
 def trained_state(engine: Engine) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from sft.layers.mixer import Mixer
 from sft.layers.mixers import delta, latent
 from sft.layers.mlps import experts
 from sft.layers.moved import Moved, total
-from sft.parallel.layout import Layout
+from sft.parallel.layout import Layout, padded_vocab_size
 
 # Parts whose products no module of Transformer Engine computes.  DuplicatedLinear computes the duplicated parts.
 _NOT_IN_FP8 = ("head", "router", "shared gate", delta.DUPLICATED, latent.DUPLICATED, experts.LATENT)
@@ -139,6 +139,15 @@ class LayerWork:
         """Seconds of norms, rotary positions, activations, copies and residual sums."""
         scale = self.config.data.seq_length / self.layout.cp / (self.constants.elementwise_gb_s.value * 1e9)
         return Moved(*(scale * num_bytes for num_bytes in elementwise_bytes(self.config, self.layout)))
+
+    def divergence(self, vocab_size: int, width: int) -> float:
+        """Seconds in which the loss head reads its scores once more, for the divergence from a teacher; 0 without
+        one.  width: bytes of a score"""
+        if not self.config.data.teacher.width:
+            return 0.0
+        rows = padded_vocab_size(vocab_size, self.layout.tp) / self.layout.tp
+        num_bytes = width * rows * self.config.data.seq_length / self.layout.cp
+        return num_bytes / (self.constants.elementwise_gb_s.value * 1e9)
 
     def gradient_sums(self, num_trained: float) -> float:
         """Seconds in which the bf16 gradients of a microbatch are added to their sums.  num_trained: parameters"""

@@ -10,6 +10,11 @@ from sft.layers.adapters import EMBEDDING, HEAD
 from sft.layers.rank_share import FP32, RankShare
 from sft.layers.weight import expert_width, has_gate
 
+TEACHER_BYTES = 8  # of a token of a teacher's list: int32 and fp32
+# Of a token of a list in a chunk: its column (8 bytes), whether the column is of this shard, its stored score, its
+# score in fp32, and temporary log-probabilities; `python -m tools.bench loss_head --ways fused,distilled` counts them.
+OUTCOME_BYTES = 52
+
 
 def gradients_of_experts(model: ModelConfig, rank: RankShare) -> float:
     """Bytes of the weight gradients of all experts of a layer on this rank."""
@@ -24,11 +29,29 @@ def widest_gradient(model: ModelConfig, rank: RankShare) -> float:
     return rank.width * model.hidden_size * (1 + has_gate(model)) * widest / rank.tp
 
 
-def loss_head(loss: LossConfig, model: ModelConfig, rank: RankShare, *, vocab_rows: float, tokens: float) -> float:
-    """Bytes that the loss head allocates, without its inputs (docs/concepts/loss.md).
+def loss_head(
+    loss: LossConfig, model: ModelConfig, rank: RankShare, *, vocab_rows: float, tokens: float, listed: int = 0
+) -> float:
+    """Bytes that the loss head allocates, without its inputs (docs/concepts/loss.md), with a teacher's lists.
 
     vocab_rows: rows of the output weight on this rank; tokens: tokens on this rank
+    listed: tokens of a teacher's list (data.teacher); 0: there is no teacher
     """
+    return _head(loss, model, rank, vocab_rows, tokens) + _divergence(loss, vocab_rows, tokens, listed)
+
+
+def _divergence(loss: LossConfig, vocab_rows: float, tokens: float, listed: int) -> float:
+    """Bytes of the teacher's lists on the device, and of the divergence (docs/concepts/distill.md)."""
+    if not listed:
+        return 0.0
+    in_lists = TEACHER_BYTES * listed * tokens
+    if loss.impl == "full":  # scores without those of the lists, a mask, and copies of the lists
+        return in_lists + (FP32 + 1) * tokens * vocab_rows + 29 * listed * tokens
+    in_chunk = OUTCOME_BYTES * listed * loss.chunk(math.ceil(tokens))
+    return in_lists * (2 if loss.impl == "chunked" else 1) + in_chunk  # chunked also lists unsupervised tokens
+
+
+def _head(loss: LossConfig, model: ModelConfig, rank: RankShare, vocab_rows: float, tokens: float) -> float:
     if loss.impl == "chunked":
         return 2 * rank.width * tokens * vocab_rows
     if loss.impl == "full":

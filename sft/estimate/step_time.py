@@ -111,7 +111,7 @@ def step_time(
         layer_s = {name: seconds * (1 + layout.pp / config.model.num_layers) for name, seconds in layer_s.items()}
     turns = layout.num_microbatches
     parts = dict.fromkeys(PARTS, 0.0) | {name: turns * seconds for name, seconds in layer_s.items()}
-    head_s = sum(head) * (1 + config.model.has_mtp)
+    head_s = sum(head) * (1 + config.model.has_mtp) + work.divergence(vocab_size, stage.rank.width)
     parts["head"] = turns * head_s
     stage_s = sum(layer_s.values())
     parts["bubble"] = (layout.pp - 1) / layout.virtual_stages * stage_s

@@ -214,7 +214,8 @@ class StageWork:
         in memory.
         """
         loss, model, rank = self.stage.config.loss, self.stage.config.model, self.stage.rank
-        head = model_bytes.loss_head(loss, model, rank, vocab_rows=self.stage.rows, tokens=self.tokens)
+        listed = self.stage.config.data.teacher.width
+        head = model_bytes.loss_head(loss, model, rank, vocab_rows=self.stage.rows, tokens=self.tokens, listed=listed)
         heads = 2 if self.block is not None and self.stage.config.train.mtp == "joint" else 1
         sums = heads * model_bytes.head_sum(self.stage)
         return head + sums + (1 if self.block is None else 3) * self.hidden

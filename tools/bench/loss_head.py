@@ -6,8 +6,9 @@
         --chunks 512,1024,2048,4096,8192,16384 --ways fused
 
 A case is the fraction of tokens that are supervised.  `fused C` is the fused loss with chunks of C tokens, and `frozen
-C` the same with a frozen output weight.  All other chunked implementations use the largest of --chunks.  The reference
-is the first row: torch's code, or `full` on several ranks.  If gradients of an implementation differ from the
+C` the same with a frozen output weight.  `distilled C` also computes the divergence from a teacher's list of 64 tokens.
+All other chunked implementations use the largest of --chunks.  The reference is the first row: torch's code, or `full`
+on several ranks.  If gradients of an implementation differ from the
 reference, nothing is timed.  tools/bench/loss_problem.py defines `extra` and `total`.  `GEMM` is the FLOPs of matrix
 products in units of 2 x tokens x hidden x vocabulary rows of the rank.  `bytes sent` is the number of bytes that this
 rank passes to collectives.
@@ -30,6 +31,8 @@ CHECKED_TOKENS = 8192  # gradients are checked on at most so many tokens; the ba
 # fp32 with CPU_SIZES, and on one H200 in bf16 with CUDA_SIZES; other rows have no bars of time.
 CPU_SIZES = (2048, 1024, 32_768)  # tokens, hidden, vocabulary
 CPU_RATIO = {(1.0, 256): 1.08, (1.0, 512): 1.00, (0.1, 256): 0.15, (0.1, 512): 0.15}  # (fraction, chunk): time ratio
+# Time and extra bytes of distilled / those of fused at fraction 1, with CPU_SIZES and lists of 64 tokens.
+CPU_DISTILLED_RATIO, DISTILLED_EXTRA = 1.15, 1.1
 CPU_FROZEN_RATIO = 0.75  # time of frozen / time of fused at fraction 1; frozen has 2 of the 3 GEMMs, and the softmax
 # Bytes of the logits of a chunk, from which the bar of `extra` applies.  The softmax also copies rows, 512 KiB at a
 # time, which is 2% of this.
@@ -103,14 +106,16 @@ def bars(rows: Sequence[Row]) -> Iterator[Bar]:
     """All bars that apply to the cases of these rows."""
     for _, block in groupby(rows, key=lambda row: (row["fraction"], row["tokens"], row["vocab"], row["dtype"])):
         ways = {row["way"]: row for row in block if row.get("status", DONE) == DONE}
-        fused, frozen = (
+        fused, frozen, distilled = (
             {int(name.split()[1]): row for name, row in ways.items() if name.startswith(f"{impl} ")}
-            for impl in ("fused", "frozen")
+            for impl in ("fused", "frozen", "distilled")
         )
         for chunk, row in fused.items():
             yield from _of_fused(chunk, row, ways.get(BASELINE))
         for chunk, row in frozen.items():
             yield from _of_frozen(chunk, row, fused.get(chunk))
+        for chunk, row in distilled.items():
+            yield from _of_distilled(chunk, row, fused.get(chunk))
 
 
 def _of_fused(chunk: int, row: Row, baseline: Row | None) -> Iterator[Bar]:
@@ -144,6 +149,20 @@ def _of_frozen(chunk: int, row: Row, trained: Row | None) -> Iterator[Bar]:
     if sizes == CPU_SIZES and row["fraction"] == 1.0 and row.get("seconds") and trained.get("seconds"):
         share = row["seconds"] / trained["seconds"]
         yield Bar(name=f"{name}, time / time of fused {chunk}", value=share, bound=CPU_FROZEN_RATIO)
+
+
+def _of_distilled(chunk: int, row: Row, plain: Row | None) -> Iterator[Bar]:
+    name = f"fraction {row['fraction']:g}, distilled {chunk}"
+    flops = 3 * row["unit"] * row["supervised"] // row["tokens"]
+    yield Bar(name=f"{name}, FLOPs", value=row["flops"], bound=flops, relation="exactly")
+    sizes = (row["tokens"], row["hidden"], row["vocab"])
+    if plain is None or (row["device"], row["dtype"], row["fraction"], sizes) != ("cpu", "fp32", 1.0, CPU_SIZES):
+        return
+    share = row["extra"] / plain["extra"]
+    yield Bar(name=f"{name}, extra bytes / those of fused {chunk}", value=share, bound=DISTILLED_EXTRA)
+    if row.get("seconds") and plain.get("seconds"):
+        share = row["seconds"] / plain["seconds"]
+        yield Bar(name=f"{name}, time / time of fused {chunk}", value=share, bound=CPU_DISTILLED_RATIO)
 
 
 SUBJECT = Subject(

@@ -17,12 +17,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sft.config import LossConfig
 from sft.mcore.loss import Targets, VocabShard, lm_loss
+from sft.mcore.loss.teacher import Teacher
 from tools.bench.clock import catch_out_of_memory, check_close, medians, wall_on
 from tools.bench.counter import Counter
 from tools.bench.harness import DONE, Row
 
 BASELINE = "F.linear + F.cross_entropy"
-WAYS = ("fused", "frozen", "chunked", "full", BASELINE)
+WAYS = ("fused", "distilled", "frozen", "chunked", "full", BASELINE)
 IGNORED = -100  # label of a token that is not supervised
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # norm of the difference / norm of the gradient
@@ -30,13 +31,18 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # norm of the differenc
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes of the inputs.  vocab: rows of the output weight over all ranks; chunks: chunk sizes of fused, in tokens"""
+    """Sizes of the inputs.
+
+    vocab: rows of the output weight over all ranks; chunks: chunk sizes of fused, in tokens; teacher: tokens of a
+    teacher's list
+    """
 
     tokens: int = 2048
     hidden: int = 1024
     vocab: int = 32_768
     fraction: float = 1.0
     chunks: tuple[int, ...] = (256, 512)
+    teacher: int = 64
     dtype: str = "fp32"
     device: str = "cpu"
 
@@ -86,6 +92,7 @@ def make_problem(sizes: Sizes, only: Sequence[str] = WAYS) -> Problem:
     labels = torch.randint(v, (len(rows),), device=device, generator=generator)
     all_labels = torch.full((t,), IGNORED, device=device).index_copy_(0, rows, labels)
     targets = Targets(rows=rows, labels=labels, weights=torch.ones(len(rows), device=device))
+    taught = replace(targets, teacher=make_teacher(sizes, device))
     shard = VocabShard.of(weight, v, group, sequence_parallel=False)
     frozen = replace(shard, weight=weight.detach())
     largest = max(sizes.chunks)
@@ -94,12 +101,13 @@ def make_problem(sizes: Sizes, only: Sequence[str] = WAYS) -> Problem:
         logits = F.linear(hidden.flatten(0, 1), weight)
         return F.cross_entropy(logits.float(), all_labels, reduction="sum", ignore_index=IGNORED)
 
-    def ours(loss: LossConfig, of: VocabShard = shard) -> Tensor:
-        return lm_loss(hidden, of, targets, loss)[0]
+    def ours(loss: LossConfig, of: VocabShard = shard, to: Targets = targets) -> Tensor:
+        return lm_loss(hidden, of, to, loss)[0]
 
     ways: dict[str, Callable[[], Tensor]] = {
         BASELINE: plain,
         **{f"fused {chunk}": partial(ours, LossConfig(impl="fused", chunk_size=chunk)) for chunk in sizes.chunks},
+        f"distilled {largest}": partial(ours, LossConfig(impl="fused", chunk_size=largest), to=taught),
         f"frozen {largest}": partial(ours, LossConfig(impl="fused", chunk_size=largest), frozen),
         "chunked": partial(ours, LossConfig(impl="chunked", chunk_size=largest)),
         "full": partial(ours, LossConfig(impl="full")),
@@ -114,9 +122,23 @@ def make_problem(sizes: Sizes, only: Sequence[str] = WAYS) -> Problem:
     return Problem(
         ways=chosen,
         leaves=(hidden, weight),
-        constants=(all_labels, targets.rows, targets.labels, targets.weights),
+        constants=(all_labels, targets.rows, targets.labels, targets.weights, *(taught.teacher or ())),
         num_gradients={f"frozen {largest}": 1},
     )
+
+
+def make_teacher(sizes: Sizes, device: torch.device) -> Teacher:
+    """Random lists for all supervised tokens.  Their weight in the objective is 0, which changes no time, and leaves
+    the gradients as they are without a teacher."""
+    generator = torch.Generator(device).manual_seed(1)
+    shape = (sizes.num_supervised, min(sizes.teacher, sizes.vocab))
+    # different ids in a row: a random first one, and then every third id
+    first = torch.randint(sizes.vocab, (shape[0], 1), device=device, generator=generator)
+    step = max(1, min(3, sizes.vocab // shape[1]))
+    ids = (first + step * torch.arange(shape[1], device=device)) % sizes.vocab
+    logprobs = torch.randn(shape[0], shape[1] + 1, device=device, generator=generator).log_softmax(-1)[:, :-1]
+    logprobs = logprobs.sort(dim=-1, descending=True).values.contiguous()
+    return Teacher(ids.int(), logprobs, torch.zeros(shape[0], device=device))
 
 
 def measure(problem: Problem, checked: Problem, *, repeats: int) -> Iterator[Row]:

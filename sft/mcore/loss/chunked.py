@@ -45,6 +45,7 @@ class _RowStatistics(torch.autograd.Function):
                 distilled = Distilled(logits.data[c], teacher.map(itemgetter(c)), rows, shard, loss.distill)
                 distilled.put_back(logits.data[c])
                 rows = rows._replace(divergence=distilled.value, agrees=distilled.agrees)
+                del distilled  # before the next chunk has its own
             all_rows.assign(c, rows)
         rows = all_rows.map(lambda column: column[targets.rows])
         if targets.further is not None:
@@ -87,6 +88,7 @@ class _RowStatistics(torch.autograd.Function):
                 distilled.write(scores, labels[c], coefficients, out=dlogits[c])
                 distilled.put_back(scores)
                 all_coefficients.softmax[c] = distilled.with_rest(coefficients).softmax
+                del distilled
             if index.numel() < num_tokens:  # scores of unsupervised tokens may be NaN
                 dlogits[c].masked_fill_(unsupervised[c, None], 0.0)
         if further is not None:

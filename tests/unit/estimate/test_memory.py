@@ -643,6 +643,16 @@ def test_losses_that_have_logits(loss: str, per_logit: int) -> None:
     )  # and the hidden states after the last norm
 
 
+def test_a_teacher_takes_its_lists_and_a_part_of_each_chunk() -> None:
+    """1,024 tokens in one chunk, lists of 3 + the label, 128 vocabulary rows; with `full` also fp32 scores of all
+    tokens and a mask."""
+    lists, outcomes = 8 * 4 * 1024, 52 * 4 * 1024
+    wanted = {"fused": lists + outcomes, "chunked": 2 * lists + outcomes, "full": lists + 1024 * (5 * 128 + 4 * 29)}
+    for impl, more in wanted.items():
+        taught = taken(loss=impl, data={"teacher": {"k": 3, "label": True}})
+        assert most(taught, HEAD) - most(taken(loss=impl), HEAD) == more, impl
+
+
 # --- the longest context -----------------------------------------------------------------------------------------
 
 

@@ -46,6 +46,16 @@ def predicted(
     return step_time(config, layout, VOCAB, lengths or Lengths.all_of(config.data.seq_length), constants)
 
 
+def test_a_teacher_reads_the_scores_once_more() -> None:
+    """A million tokens x 128,256 scores of 2 bytes at 1,000 GB/s, for each of 8 packs on 8 ranks."""
+    constants = flat(TFLOPS, elementwise_gb_s=1000.0)
+    for parallel in ({}, {"tp": 2, "cp": 2}):
+        taught, plain = (
+            predicted(constants, parallel=parallel, data={"teacher": {"k": k}}).parts["head"] for k in (64, None)
+        )
+        assert taught - plain == pytest.approx(0.256512 * MILLION / 1e6)
+
+
 def test_flops_of_a_step() -> None:
     """8 microbatches on 8 ranks take as long as one microbatch on one rank."""
     time = predicted()

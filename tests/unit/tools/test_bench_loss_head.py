@@ -2,13 +2,17 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from sft.config import LossConfig
+from sft.estimate import model_bytes
+from sft.mcore.loss import softmax
 from sft.mcore.process_groups import parallel_state
 from tests.ranks.pool import RankPool, join
 from tools.bench import __main__ as bench
@@ -20,8 +24,9 @@ from tools.bench.harness import Bar, Refused, Row
 from tools.bench.loss_head import bars
 from tools.bench.loss_problem import BASELINE, Problem, Sizes, count, make_problem, measure
 
+ESTIMATE_TOLERANCE = 0.05  # numbers of rows, and of the bucket, are not in the estimate
 TINY = Sizes(tokens=24, hidden=8, vocab=50, chunks=(5, 9))
-ALL_WAYS = ["fused 5", "fused 9", "frozen 9", "chunked", "full", BASELINE]
+ALL_WAYS = ["fused 5", "fused 9", "distilled 9", "frozen 9", "chunked", "full", BASELINE]
 
 
 @pytest.fixture
@@ -90,22 +95,26 @@ def test_flops_are_six_per_supervised_token_and_trained_weight(fraction: float) 
     weights, rows = 8 * 50, round(24 * fraction)
     units = {name: count(p, name)["flops"] / weights for name in p.ways}
     every = dict.fromkeys(["chunked", "full", BASELINE], 6 * 24)
-    supervised = {"fused 5": 6 * rows, "fused 9": 6 * rows, "frozen 9": 4 * rows}
+    supervised = {"fused 5": 6 * rows, "fused 9": 6 * rows, "distilled 9": 6 * rows, "frozen 9": 4 * rows}
     assert units == {**every, **supervised}
 
 
 def rows_of_two() -> list[Row]:
     join()
-    rows = loss_head.measure_on_rank(TINY, ["fused", "frozen"], 1)
+    rows = loss_head.measure_on_rank(TINY, ["fused", "frozen", "distilled"], 1)
     dist.destroy_process_group()
     return rows
 
 
 def test_two_ranks_send_what_the_loss_head_says(ranks: Callable[[int], RankPool]) -> None:
-    """24 tokens of width 8: 3 floats each for the statistics, and the gradient of the hidden states."""
+    """24 tokens of width 8: 3 floats each for the statistics, and the gradient of the hidden states.
+
+    A teacher adds the scores of its list of 50 tokens, and 3 floats of the other scores.
+    """
     rows = {row["way"]: row for row in ranks(2).run(rows_of_two)[0]}
-    assert list(rows) == ["full", "fused 5", "fused 9", "frozen 9"]
+    assert list(rows) == ["full", "fused 5", "fused 9", "distilled 9", "frozen 9"]
     assert {rows[name]["bytes_sent"] for name in ("fused 5", "fused 9", "frozen 9")} == {24 * (3 + 8) * 4}
+    assert rows["distilled 9"]["bytes_sent"] == 24 * (3 + 8 + 50 + 3) * 4
     assert {name: row["gemm"] for name, row in rows.items()} == {**dict.fromkeys(rows, 3.0), "frozen 9": 2.0}
     assert not missed(list(rows.values()))
 
@@ -119,9 +128,10 @@ def test_the_loss_meets_the_bars_of_counts(fraction: float) -> None:
     """At the default sizes, with fake tensors, which have storages without contents."""
     sizes = Sizes(fraction=fraction)
     with FakeTensorMode():
-        p = make_problem(sizes, ["fused", "frozen"])
+        p = make_problem(sizes, ["fused", "frozen", "distilled"])
         rows = rows_of({name: count(p, name) for name in p.ways}, sizes)
-    assert len(list(bars(rows))) == 6  # FLOPs and bytes of two chunk sizes and of a frozen weight
+    # FLOPs and bytes of two chunk sizes, of a frozen weight and of a teacher; the teacher has a bar of bytes at 1 only
+    assert len(list(bars(rows))) == (8 if fraction == 1.0 else 7)
     assert not missed(rows)
 
 
@@ -135,11 +145,28 @@ def test_extra_bytes_do_not_grow_with_the_tokens(fraction: float, chunk: int) ->
     assert 0 <= extra[1] - extra[0] <= 32 * 2048
 
 
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("impl", ["fused", "chunked", "full"])
+def test_a_teacher_takes_the_bytes_of_the_estimate(
+    impl: Literal["fused", "chunked", "full"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """512 tokens, lists of 64, chunks of 128; blocks of the softmax are small here, as in a real head."""
+    monkeypatch.setitem(softmax._BLOCK_BYTES, "cpu", 1 << 14)
+    p = make_problem(Sizes(tokens=512, hidden=8, vocab=4096, chunks=(128,)), ["fused", "distilled", "chunked", "full"])
+    plain = "fused 128" if impl == "fused" else impl
+    p.ways["taught"] = partial(p.ways[plain], to=p.ways["distilled 128"].keywords["to"])
+    counted = count(p, "taught")["extra"] - count(p, plain)["extra"]
+    loss = LossConfig(impl=impl, chunk_size=None if impl == "full" else 128)
+    estimated = model_bytes._divergence(loss, 4096, 512, 64) - 8 * 64 * 512  # the teacher's lists are inputs
+    assert counted == pytest.approx(estimated, rel=ESTIMATE_TOLERANCE)
+
+
 SCORES = 256 * 32_768 * 4
 FLOPS = 6 * 2048 * 1024 * 32_768
 GOOD = {"seconds": 0.1, "extra": SCORES, "flops": FLOPS}
 
 
+DISTILLED = {"seconds": 0.114, "extra": int(1.09 * SCORES), "flops": FLOPS}
 TRAINED = {**GOOD, "total": 5 * 2**27}
 FROZEN = {"seconds": 0.074, "total": 4 * 2**27, "flops": FLOPS // 3 * 2}  # the weight has 2**27 bytes
 
@@ -153,6 +180,15 @@ FROZEN = {"seconds": 0.074, "total": 4 * 2**27, "flops": FLOPS // 3 * 2}  # the 
         ({"fused 256": {**GOOD, "flops": FLOPS + 1}}, f"fused 256, FLOPs: {FLOPS + 1:,}, exactly {FLOPS:,}"),
         ({"fused 256": {"status": "out of memory"}}, ""),
         ({"fused 256": TRAINED, "frozen 256": FROZEN}, ""),
+        ({"distilled 256": DISTILLED}, ""),
+        (
+            {"distilled 256": {**DISTILLED, "seconds": 0.116}},
+            "distilled 256, time / time of fused 256: 1.16, at most 1.15",
+        ),
+        (
+            {"distilled 256": {**DISTILLED, "extra": int(1.11 * SCORES)}},
+            "distilled 256, extra bytes / those of fused 256: 1.11, at most 1.1",
+        ),
         (
             {"fused 256": TRAINED, "frozen 256": {**FROZEN, "seconds": 0.076}},
             "frozen 256, time / time of fused 256: 0.76, at most 0.75",

@@ -14,7 +14,7 @@ from typing import Protocol, TextIO
 
 from tqdm import tqdm
 
-from sft.errors import printable, shortened
+from sft.errors import capped, printable
 
 SECONDS_BETWEEN_LINES = 5.0
 SECONDS_BETWEEN_MEASURES = 0.5  # in `Console.watch`
@@ -45,7 +45,7 @@ class Console:
         A line is cut after 4,000 characters, and control characters are escaped.
         """
         if self._prints:
-            text = "\n".join(map(shortened, printable(text).split("\n")))
+            text = "\n".join(map(capped, printable(text).split("\n")))
             try:
                 with tqdm.external_write_mode(file=self._stream) if self._has_bars else nullcontext():
                     print(text, file=self._stream, flush=True)

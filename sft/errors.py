@@ -22,7 +22,12 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
-def shortened(text: str) -> str:
+def in_one_line(text: str) -> str:
+    """`text` with a question mark in place of each line break and of each other character that cannot be printed."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def capped(text: str) -> str:
     """`text`, cut to at most `MESSAGE_CHARACTERS` characters; a cut text ends with the number of further characters."""
     if len(text) <= MESSAGE_CHARACTERS:
         return text
@@ -45,7 +50,7 @@ class SftError(Exception):
     """
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(shortened(printable(message)))
+        super().__init__(capped(printable(message)))
 
 
 class ConfigError(SftError):

@@ -42,7 +42,7 @@ KINDS = {
 }
 
 
-class Row(NamedTuple):
+class Chosen(NamedTuple):
     """The kernel of a kind of layer on a GPU.
 
     rate      its rates in TFLOP/s; None: unknown
@@ -79,7 +79,7 @@ optim: {{lr: 1.0e-5}}
     return parse_recipe(text, "kernel_table", []).config
 
 
-def row(sizes: str, capability: tuple[int, int]) -> Row:
+def row(sizes: str, capability: tuple[int, int]) -> Chosen:
     recipe = config(sizes)
     (group,) = all_layer_groups(recipe.model)
     demand = kernels.demand_of(recipe, group.mixer, "cuda")._replace(capability=capability)
@@ -99,7 +99,7 @@ def row(sizes: str, capability: tuple[int, int]) -> Row:
         for name, reason in why_not.items()
         if reason and name != chosen and _is_of_interest(name, chosen, demand)
     }
-    return Row(chosen, demand.rate(chosen), refusals)
+    return Chosen(chosen, demand.rate(chosen), refusals)
 
 
 def _is_of_interest(name: str, chosen: str, demand: Demand) -> bool:

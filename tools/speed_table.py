@@ -25,7 +25,7 @@ BEGIN, END = "<!-- made by tools/speed_table.py -->\n", "<!-- end of speeds -->\
 LARGEST = 3  # parts of a step that a row names
 
 
-class Row(NamedTuple):
+class Planned(NamedTuple):
     """A recipe, with settings that replace its own.
 
     note  words for the settings
@@ -43,17 +43,17 @@ def _portable(kernel: str) -> tuple[str, ...]:
 
 _DEEPEP = ("parallel.ep_comm=deepep",)
 ROWS = (
-    Row("qwen3_8b_128k", 16),
-    Row("qwen3_8b_128k", 16, "FP8", ("run.fp8=blockwise",)),
-    Row("qwen3_8b_128k", 16, "FlashAttention-3", _portable("fa3")),
-    Row("qwen3_8b_128k", 16, "FlashAttention-4", _portable("fa4")),
-    Row("gpt_oss_20b_128k", 16),
-    Row("qwen36_27b_128k", 16),
-    Row("qwen36_35b_a3b_128k", 16),
-    Row("qwen36_35b_a3b_128k", 16, "DeepEP", _DEEPEP),
-    Row("gemma4_26b_a4b_128k", 16),
-    Row("glm45_air_64k", 64),
-    Row("glm45_air_64k", 64, "DeepEP", _DEEPEP),
+    Planned("qwen3_8b_128k", 16),
+    Planned("qwen3_8b_128k", 16, "FP8", ("run.fp8=blockwise",)),
+    Planned("qwen3_8b_128k", 16, "FlashAttention-3", _portable("fa3")),
+    Planned("qwen3_8b_128k", 16, "FlashAttention-4", _portable("fa4")),
+    Planned("gpt_oss_20b_128k", 16),
+    Planned("qwen36_27b_128k", 16),
+    Planned("qwen36_35b_a3b_128k", 16),
+    Planned("qwen36_35b_a3b_128k", 16, "DeepEP", _DEEPEP),
+    Planned("gemma4_26b_a4b_128k", 16),
+    Planned("glm45_air_64k", 64),
+    Planned("glm45_air_64k", 64, "DeepEP", _DEEPEP),
 )
 
 

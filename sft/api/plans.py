@@ -48,7 +48,7 @@ class Plan:
 
         if len(self.reports) > 1 or self.best is None:
             content = "several numbers of GPUs" if len(self.reports) > 1 else "no layout that fits"
-            raise ConfigError(f"--write {file} writes one recipe, but the plan has {content}.")
+            raise ConfigError(f"{file}: one proposal makes a recipe, but the plan has {content}.")
         is_recipe = self.model.endswith((".yaml", ".yml"))
         sibling = f"{self.model}, from which it was planned." if is_recipe else "recipes/ has others."
         text = recipe_text(self.recipe, self.reports[0].task, self.best, path=str(file), sibling=sibling)
@@ -56,7 +56,7 @@ class Plan:
             Path(file).parent.mkdir(parents=True, exist_ok=True)
             Path(file).write_text(text, encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"--write {file} cannot be written: {error.strerror}.") from error
+            raise ConfigError(f"{file} cannot be written: {error.strerror}.") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,16 +130,16 @@ def _check(counts: Sequence[int], options: PlanOptions) -> None:
     for name in ("gpus_per_node", "seq_length", "global_batch_size", "tokens_per_step", "top", "tokens"):
         value = getattr(options, name)
         if value is not None and not value > 0:
-            raise ConfigError(f"--{name.replace('_', '-')} {value} is not above 0.")
+            raise ConfigError(f"{name} = {value} is not above 0.")
     if not counts or min(counts) < 1:
         written = ",".join(map(str, counts))
-        raise ConfigError(f"--gpus {written} is no list of numbers of GPUs.  Write --gpus 8 or --gpus 8,64.")
+        raise ConfigError(f"gpus = {written} is no list of numbers of GPUs, such as 8 or 8,64.")
     if options.global_batch_size is not None and options.tokens_per_step is not None:
-        raise ConfigError("--tokens-per-step and --global-batch-size both give the packs of a step.  Give one.")
+        raise ConfigError("tokens_per_step and global_batch_size both give the packs of a step.  Give one.")
     partial = [count for count in counts if count > options.gpus_per_node and count % options.gpus_per_node]
     if partial:
         raise ConfigError(
-            f"--gpus {partial[0]} is no multiple of --gpus-per-node {options.gpus_per_node}.  A run on several nodes "
+            f"gpus = {partial[0]} is no multiple of gpus_per_node = {options.gpus_per_node}.  A run on several nodes "
             "uses all their GPUs."
         )
 

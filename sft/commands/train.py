@@ -8,6 +8,8 @@ from sft.commands.arguments import read_recipe, recipe_command
 from sft.commands.status import status as report_status
 from sft.errors import ConfigError
 
+_MOST = 4096  # processes that `--processes` starts
+
 
 def add(commands: Any) -> None:
     command = recipe_command(commands, "train", train, "train a recipe, with one process per GPU")
@@ -61,8 +63,8 @@ def _train_ranks(arguments: Namespace) -> int:
 def _number(text: str, device: str) -> int:
     """The number of processes: `auto` means one for each GPU that torch sees."""
     if text != "auto":
-        if not text.isdecimal() or not 1 <= int(text) <= 4096:
-            raise ConfigError(f"--processes {text} is not a number of processes.  Give 1 or more, or auto.")
+        if not text.isdecimal() or not 1 <= int(text) <= _MOST:
+            raise ConfigError(f"--processes {text} is not a number of processes.  Give 1 to {_MOST}, or auto.")
         return int(text)
 
     import torch

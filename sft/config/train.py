@@ -15,6 +15,11 @@ Recompute = Literal["none", "selective", "attention_kept", "full"]  # by rising 
 MtpMode = Literal["off", "detached", "joint"]
 
 
+def repeats_layers(recompute: Recompute) -> bool:
+    """Whether backward computes whole layers again, with or without attention."""
+    return recompute in ("attention_kept", "full")
+
+
 class TrainConfig(Section):
     num_steps: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
     """Optimizer steps of the run.  Give num_steps or num_epochs."""
@@ -52,7 +57,7 @@ class TrainConfig(Section):
     @property
     def repeats_layers(self) -> bool:
         """Whether backward computes whole layers again, with or without attention."""
-        return self.recompute in ("attention_kept", "full")
+        return repeats_layers(self.recompute)
 
     @property
     def repeats_parts(self) -> bool:

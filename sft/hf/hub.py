@@ -82,11 +82,11 @@ def commits() -> dict[str, str]:
 
 
 def _look_up(name: str, repo: str, revision: str | None) -> Path:
-    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub import HfApi, constants, is_offline_mode, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     wanted: dict[str, Any] = {"allow_patterns": _SMALL_FILES, "ignore_patterns": _IN_FOLDERS}
-    is_offline = constants.is_offline_mode()
+    is_offline = is_offline_mode()
     with hub_errors.translated(name, repo, revision):
         if is_offline or _COMMIT.fullmatch(revision or ""):
             return Path(snapshot_download(repo, revision=revision, local_files_only=is_offline, **wanted))

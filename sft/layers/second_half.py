@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sft.config import ModelConfig
-from sft.config.train import Recompute
+from sft.config.train import Recompute, repeats_layers
 from sft.layers.moved import Moved
 from sft.layers.rank_share import FP32, RankShare
 from sft.layers.weight import LayerWeight
@@ -45,7 +45,7 @@ class MlpBackward:
 
     @property
     def repeats_layer(self) -> bool:
-        return self.recompute in ("attention_kept", "full")
+        return repeats_layers(self.recompute)
 
     @property
     def recomputed(self) -> float:
@@ -70,6 +70,11 @@ class Mlp(ABC):
 
     model: ModelConfig
     weights: ClassVar[tuple[LayerWeight, ...]]  # the MLP's rows of the table of weights, with the norm on its input
+
+    @staticmethod
+    @abstractmethod
+    def narrowed(model: ModelConfig) -> ModelConfig:
+        """A model whose layers all have this second half."""
 
     @property
     @abstractmethod

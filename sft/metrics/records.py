@@ -5,7 +5,6 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -61,13 +60,3 @@ def _put(record: Record, row: Row, value: Any) -> None:
 def _finite(value: Any) -> Any:
     """The value; None for a number that is not finite, because JSON cannot represent inf and NaN."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def flat(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the numbers of nested objects with joined names: {"a": 1, "b": {"c": {"d": 2}}} -> ("a", 1), ("b/c/d",
-    2)"""
-    for name, value in record.items():
-        if isinstance(value, dict):
-            yield from ((f"{name}/{inner}", x) for inner, x in flat(value))
-        else:
-            yield name, value

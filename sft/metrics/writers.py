@@ -18,7 +18,8 @@ from sft.console import QUIET, Console
 from sft.errors import ConfigError, first_few
 from sft.files.atomic_files import append, replace_text, unusable
 from sft.files.folder_files import LINE_BYTES, METRICS_BYTES, WORD_BYTES, UnsafeFileError, read_file
-from sft.metrics.records import Record, flat
+from sft.metrics.records import Record
+from sft.metrics.results.records import flat
 from sft.metrics.rows import ROWS
 
 _NOT_DRAWN = {row.name for row in ROWS if not row.drawn}

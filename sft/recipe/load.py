@@ -20,10 +20,10 @@ from sft.config import Config, Conflict, RowsConfig, keys, listed, yaml
 from sft.config.keys import NAMED, OPEN, leaves, named, sections, show
 from sft.config.pretrained import Pretrained
 from sft.config.yaml import Pairs
-from sft.errors import ConfigError, first_few
+from sft.errors import ConfigError, first_few, in_one_line
 from sft.files.folder_files import UnsafeFileError, read_file
 from sft.hf.pretrained import model_keys, read_pretrained
-from sft.recipe.resolved import Origin, Recipe, derived, printable
+from sft.recipe.resolved import Origin, Recipe, derived
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 # Keys of model.rope that a recipe may not change.
@@ -172,7 +172,7 @@ class _Draft:
 
     def take_override(self, override: str) -> None:
         """Add `key=value`.  A value that begins with [, { or a quote is read as YAML, any other as one scalar."""
-        origin = Origin("command line", text=printable(override))
+        origin = Origin("command line", text=in_one_line(override))
         key, equals, text = override.partition("=")
         group, dot, name = key.rpartition(".")
         if not equals or not text:

@@ -1,12 +1,13 @@
 """Defines a validated recipe: its config, the origin of each value, and its text as YAML."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from sft.config import Config, yaml
 from sft.config.keys import values
+from sft.errors import in_one_line
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def dump(recipe: Recipe) -> str:
       tp: 1  # default
       cp: 4  # command line: parallel.cp=4
     """
-    return _yaml(recipe, f"Resolved from {printable(recipe.path)}.", values(recipe.config))
+    return _yaml(recipe, f"Resolved from {recipe.path}.", lambda key: True)
 
 
 def summary(recipe: Recipe) -> str:
@@ -71,27 +72,22 @@ def summary(recipe: Recipe) -> str:
 
     All other keys have their defaults, or values from the config.json of model.hf.
     """
-    keys = {key: value for key, value in values(recipe.config).items() if recipe.is_from_user(key)}
-    folder = printable(recipe.config.run.dir)
-    return _yaml(
-        recipe, f"Set in {printable(recipe.path)} or on the command line; all keys: {folder}/recipe.yaml", keys
-    )
+    header = f"Set in {recipe.path} or on the command line; all keys: {recipe.config.run.dir}/recipe.yaml"
+    return _yaml(recipe, header, recipe.is_from_user)
 
 
-def _yaml(recipe: Recipe, header: str, keys: Mapping[str, Any]) -> str:
-    lines = [f"# {header}"]
+def _yaml(recipe: Recipe, header: str, has_key: Callable[[str], bool]) -> str:
+    """The keys of the recipe for which `has_key` is true, as YAML after a comment with the header."""
+    lines = [f"# {in_one_line(header)}"]
     headed: set[str] = set()
-    for key, value in keys.items():
+    for key, value in values(recipe.config).items():
+        if not has_key(key):
+            continue
         *groups, name = key.split(".")
         for depth, group in enumerate(groups):
             path = ".".join(groups[: depth + 1])
             if path not in headed:
                 headed.add(path)
                 lines.append("  " * depth + f"{group}:")
-        lines.append("  " * len(groups) + f"{name}: {yaml.write(value)}  # {printable(str(recipe.origins[key]))}")
+        lines.append("  " * len(groups) + f"{name}: {yaml.write(value)}  # {in_one_line(str(recipe.origins[key]))}")
     return "\n".join(lines) + "\n"
-
-
-def printable(text: str) -> str:
-    """Replaces each line break, and each other character that cannot be printed, by a question mark."""
-    return "".join(c if c.isprintable() else "?" for c in text)

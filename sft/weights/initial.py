@@ -114,10 +114,12 @@ def _on_hub(config: Config) -> str | None:
     missing = None if snapshot is None else hub_weights.missing_weights(snapshot)
     if snapshot is None or missing is None:
         return None
+    from huggingface_hub import is_offline_mode
+
     name = snapshot.name
     amount = "" if missing.num_bytes is None else f", {size(missing.num_bytes)}"
     later = f"not downloaded yet: {len(missing.files)} files{amount}"
-    if hub_weights.is_offline():
+    if is_offline_mode():
         return f"{name}: {later}; HF_HUB_OFFLINE is set, so that no start can download them"
     with header_folder(snapshot, missing.files) as folder:
         opened = open_source(folder, name, compare=False, has_mtp=config.model.has_mtp)

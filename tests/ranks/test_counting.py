@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from sft.batch import Sample
-from sft.metrics.records import Record, eval_record, flat, train_record
+from sft.metrics.records import Record, eval_record, train_record
+from sft.metrics.results.records import flat
 from sft.metrics.run_facts import RunFacts
 from sft.run.evaluation import evaluate
 from tests.builders import answer

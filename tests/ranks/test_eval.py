@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sft.cli import main
-from sft.metrics.records import flat
+from sft.metrics.results.records import flat
 from sft.metrics.rows import ROUNDING, ROWS, SAME
 from sft.run.lock import RunLock
 from tests.builders import answer, chats

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft.layers.mixers.mamba import MambaSizes
 from sft.layers.mixers.recurrent import StateTraffic
@@ -27,6 +26,7 @@ from sft.parallel.context_parallel import local_indices
 from sft.parallel.cp_group import CpGroup
 from sft.parallel.fragments import boundaries
 from tests.ranks.pool import Ranks, joined
+from tests.ranks.sent import Sent
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 TAPS, MULTIPLE = 4, 24  # padded lengths are multiples of 24, which fits cp 2 and 4
@@ -85,19 +85,6 @@ def expected(branches: Branches | None = None) -> tuple[Tensor, tuple[Tensor, ..
             out[rows] = one_text(x[text], weight, bias, g[text], dt[text])[len(text) - length :]
             is_real[rows] = True
     return out.detach(), torch.autograd.grad(out, [x, weight, bias, g, dt], grad), is_real
-
-
-class Sent(TorchDispatchMode):
-    """Counts bytes that leave this rank by all-to-all, and refuses all other collectives."""
-
-    num_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            assert func is torch.ops.c10d.alltoall_base_.default, func
-            message, num_sent = args[1], args[4]
-            self.num_bytes += message.nbytes // max(len(message), 1) * (len(message) - num_sent[dist.get_rank()])
-        return func(*args, **(kwargs or {}))
 
 
 def attend(

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft.layers.mixers.delta import HeadSizes
 from sft.layers.mixers.recurrent import StateTraffic
@@ -28,6 +27,7 @@ from sft.parallel.context_parallel import local_indices
 from sft.parallel.cp_group import CpGroup
 from sft.parallel.fragments import boundaries
 from tests.ranks.pool import Ranks, joined
+from tests.ranks.sent import Sent
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 TAPS = 4
@@ -115,21 +115,6 @@ def expected(
             out[rows] = one_document(x[text], weight, g[text], beta[text], sizes)[len(text) - length :]
             is_real[rows] = True
     return out.detach(), torch.autograd.grad(out, leaves, grad), is_real
-
-
-class Sent(TorchDispatchMode):
-    """Counts bytes that leave this rank by all-to-all, and refuses all other collectives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            assert func is torch.ops.c10d.alltoall_base_.default, func
-            message, num_sent = args[1], args[4]
-            self.num_bytes += message.nbytes // max(len(message), 1) * (len(message) - num_sent[dist.get_rank()])
-        return func(*args, **(kwargs or {}))
 
 
 def attend(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from sft.config import Input, NamedDataset
 from sft.console import Console
 from sft.data.cache.digests import content_digest
-from sft.data.read.named_dataset import COMMIT, HubUnreachable, LoadedDataset, is_offline, load_dataset
+from sft.data.read.named_dataset import COMMIT, HubUnreachable, LoadedDataset, load_dataset
 from sft.data.read.rows import DataFile, check_file
 from sft.data.read.tables import TableSlice
 from sft.errors import DataError
@@ -63,12 +63,14 @@ def _find(wanted: NamedDataset, cache_dir: Path, command: str) -> LoadedDataset:
 
 
 def _load(wanted: NamedDataset, cache_dir: Path, console: Console) -> LoadedDataset:
+    from huggingface_hub import is_offline_mode
+
     memo, folder = _remembered(wanted, cache_dir), _folder_digest(wanted, cache_dir)
     is_intact = memo is not None and _is_intact(memo.dataset, cache_dir)
     if memo is not None and is_intact and memo.folder == folder:
         if folder is not None or COMMIT.fullmatch(wanted.revision or ""):
             return memo.dataset  # a folder with the same digest and a dataset of a commit have the same rows
-        if is_offline():  # `datasets` would use its newest copy, whatever the revision
+        if is_offline_mode():  # `datasets` would use its newest copy, whatever the revision
             console.say(
                 f"{wanted}: using commit {memo.dataset.commit}, which was loaded before (HF_HUB_OFFLINE is set)"
             )

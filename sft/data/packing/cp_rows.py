@@ -26,7 +26,7 @@ from sft.data.packing.cp_cost import Documents
 from sft.data.packing.cp_fill import fill
 from sft.data.packing.cp_packs import GroupPack, PackRule, packs_of_long
 from sft.data.packing.cp_ranks import FILL
-from sft.data.packing.cp_swaps import MOST_SHORT, Packs, relieve_rows
+from sft.data.packing.cp_swaps import MOST_SHORT, FilledPacks, relieve_rows
 
 # The rules, in the order in which they are tried.  FEW_BYTES has the rules if only the cp ranks of a row of the grid
 # wait for each other: these rules prefer small groups, because large groups send more bytes.
@@ -209,7 +209,9 @@ def _filled(grid: _Grid, rows: _PlannedRows) -> _FilledRows:
 def _exchanged(grid: _Grid, filled: _FilledRows) -> list[list[int]]:
     """The documents of each bin, after exchanges of short documents."""
     rows = filled.rows
-    packs = Packs(row=rows.domain * rows.number + rows.microbatch, level=rows.level, load=filled.time, left=filled.left)
+    packs = FilledPacks(
+        row=rows.domain * rows.number + rows.microbatch, level=rows.level, load=filled.time, left=filled.left
+    )
     pack_of = filled.pack_of
     if len(rows.short) <= MOST_SHORT:
         pack_of = relieve_rows(grid.documents, packs, rows.short, pack_of, rows.number)

@@ -16,7 +16,7 @@ LEVEL, MAX_EXCHANGES, MOST_SHORT = 0.0005, 100, 4000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packs:
+class FilledPacks:
     """The packs of all rows: arrays int64 [packs].  Exchanges change `load` and `left`.
 
     row    row of each pack; the rows of a domain of ranks are numbered one after the other
@@ -31,7 +31,9 @@ class Packs:
     left: np.ndarray
 
 
-def relieve_rows(documents: Documents, packs: Packs, short: np.ndarray, pack_of: np.ndarray, rows: int) -> np.ndarray:
+def relieve_rows(
+    documents: Documents, packs: FilledPacks, short: np.ndarray, pack_of: np.ndarray, rows: int
+) -> np.ndarray:
     """Exchanges short documents between packs of a row.  Returns int64 [short]: the pack of each after the exchanges.
 
     short    numbers of the short documents
@@ -65,13 +67,13 @@ class _Slots:
     """
 
     documents: Documents
-    packs: Packs
+    packs: FilledPacks
     start: np.ndarray
     number: np.ndarray
     pack: np.ndarray
 
     @staticmethod
-    def of(documents: Documents, packs: Packs, short: np.ndarray, pack_of: np.ndarray) -> "_Slots":
+    def of(documents: Documents, packs: FilledPacks, short: np.ndarray, pack_of: np.ndarray) -> "_Slots":
         free = np.arange(len(packs.row))
         number, pack = np.concatenate([short, np.full(len(free), -1)]), np.concatenate([pack_of, free])
         order = np.argsort(packs.row[pack], kind="stable")

@@ -85,13 +85,6 @@ def load_dataset(wanted: NamedDataset) -> LoadedDataset:
     return LoadedDataset(name=str(wanted), commit=commit, slices=slices, columns=wanted.columns)
 
 
-def is_offline() -> bool:
-    """Whether HF_HUB_OFFLINE is set."""
-    from huggingface_hub import constants
-
-    return bool(constants.HF_HUB_OFFLINE)
-
-
 def _check_folder(wanted: NamedDataset, folder: Path) -> None:
     if wanted.revision is not None:
         raise DataError(

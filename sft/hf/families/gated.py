@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from sft.hf.families.routed import SIGMOID, layer_rules
+from sft.hf.families.routed import SIGMOID, layer_rules, shared_width
 from sft.hf.families.rules import (
     DEFAULTS,
     KEYS,
@@ -178,13 +178,6 @@ def _afmoe_without_positions(content: Mapping[str, Any]) -> list[int]:
     return [] if layers is None else [number for number in range(1, count + 1) if number not in layers]
 
 
-def _shared_width(content: Mapping[str, Any]) -> int:
-    width, count = content.get(_WIDTH, 1408), content.get(_SHARED, 2)
-    if type(width) is not int or type(count) is not int or count < 1:
-        raise ValueError(f"{_SHARED} = {count} and {_WIDTH} = {width} must be integers, and {_SHARED} at least 1")
-    return width * count
-
-
 def _embedding_multiplier(content: Mapping[str, Any]) -> float:
     return _number(content, "hidden_size", 2048) ** 0.5 if is_true(content, "mup_enabled", False) else 1.0
 
@@ -212,7 +205,7 @@ _AFMOE = Family(
     computed={
         **_AFMOE_WINDOWS,
         "rope.skip_layers": Computed(_TYPES, _afmoe_without_positions),
-        "moe.shared_ffn_hidden_size": Computed(_SHARED, _shared_width),
+        "moe.shared_ffn_hidden_size": shared_width(1408, _SHARED, 2),
         "embedding_multiplier": Computed("mup_enabled", _embedding_multiplier),
     },
     defaults={

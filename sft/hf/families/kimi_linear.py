@@ -20,7 +20,7 @@ from sft.config.mixer_section import LayerKind
 from sft.hf.families.latent import LATENT_GROUPS, LATENT_IMPLIED, LATENT_KEYS, latent_attention
 from sft.hf.families.routed import dense_layers, layer_rules, routed, shared_width
 from sft.hf.families.rules import DEFAULTS, NO_BIAS, OPTIONS, correction_bias, experts, mlp, outer, shared_expert
-from sft.hf.families.windows import FULL, LINEAR, LINEAR_KINDS
+from sft.hf.families.windows import FULL, LINEAR, LINEAR_KINDS, linear_layer_types
 from sft.hf.family import Family, Rule
 from sft.hf.model_keys import Computed
 from sft.hf.tensor_view import LAYER, View
@@ -68,10 +68,6 @@ def _full_layers(content: Mapping[str, Any]) -> list[int]:
     """The layers with latent attention, counted from 1.  They have no rotary positions."""
     linear = _layers(content)
     return [number for number in range(1, content["num_hidden_layers"] + 1) if number not in linear]
-
-
-def _layer_types(layers: list[int], count: int) -> dict[str, Any]:
-    return {_TYPES: [LINEAR if number in layers else FULL for number in range(1, count + 1)]}
 
 
 def _size(name: str, in_group: str, default: int) -> Computed:
@@ -218,7 +214,7 @@ KIMI_LINEAR = (
             "num_query_groups": LATENT_GROUPS,
             "moe.shared_ffn_hidden_size": shared_width(1024, "num_shared_experts"),
             "moe.dense_layers": dense_layers(_DENSE),
-            "linear_attention.layers": Computed(_TYPES, _layers, _layer_types, LINEAR_KINDS),
+            "linear_attention.layers": Computed(_TYPES, _layers, linear_layer_types, LINEAR_KINDS),
             "linear_attention.num_key_heads": _size("linear_num_heads", "num_heads", 32),
             "linear_attention.num_value_heads": _size("linear_num_heads", "num_heads", 32),
             "linear_attention.key_head_dim": _size("linear_head_dim", "head_dim", 128),
@@ -269,7 +265,7 @@ KIMI_LINEAR = (
             "num_query_groups": LATENT_GROUPS,
             "moe.shared_ffn_hidden_size": shared_width(768, "num_shared_experts"),
             "moe.dense_layers": dense_layers(_DENSE, 2),
-            "linear_attention.layers": Computed(_TYPES, _ling_layers, _layer_types, LINEAR_KINDS),
+            "linear_attention.layers": Computed(_TYPES, _ling_layers, linear_layer_types, LINEAR_KINDS),
             "linear_attention.num_key_heads": _ling_size("linear_num_heads", "num_attention_heads", 32),
             "linear_attention.num_value_heads": _ling_size("linear_num_heads", "num_attention_heads", 32),
             "linear_attention.key_head_dim": Computed("head_dim", _head_width),

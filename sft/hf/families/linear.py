@@ -29,7 +29,7 @@ from sft.hf.families.rules import (
     shared_expert,
     stacked_experts,
 )
-from sft.hf.families.windows import FULL, LINEAR, LINEAR_KINDS
+from sft.hf.families.windows import FULL, LINEAR, LINEAR_KINDS, linear_layer_types
 from sft.hf.family import Family, Rule
 from sft.hf.model_keys import Computed
 from sft.hf.tensor_view import LAYER, View
@@ -62,11 +62,7 @@ def _linear_layers(content: Mapping[str, Any]) -> list[int]:
     return [number for number, kind in enumerate(kinds, 1) if kind == LINEAR]
 
 
-def _layer_types(layers: list[int], count: int) -> dict[str, Any]:
-    return {_TYPES: [LINEAR if number in layers else FULL for number in range(1, count + 1)]}
-
-
-_LAYERS = Computed(_TYPES, _linear_layers, _layer_types, LINEAR_KINDS)
+_LAYERS = Computed(_TYPES, _linear_layers, linear_layer_types, LINEAR_KINDS)
 
 
 def _rule(ours: str, *views: View) -> Rule:

@@ -87,16 +87,16 @@ def _renamed(rules: tuple[Rule, ...], parts: Mapping[str, str]) -> tuple[Rule, .
     return tuple(replace(rule, views=tuple(map(rename, rule.views))) for rule in rules)
 
 
-def shared_width(default: int, count: str = "n_shared_experts") -> Computed:
+def shared_width(default: int, count: str = "n_shared_experts", default_count: int = 1) -> Computed:
     """A computed value: the width of the MLP that computes all shared experts together.
 
     {"moe_intermediate_size": 1408, "n_shared_experts": 2} -> 2816
     default: the width of an expert if config.json has no moe_intermediate_size
-    count: key of the number of shared experts
+    count: key of the number of shared experts; default_count: the number if config.json has no such key
     """
 
     def read(content: Mapping[str, Any]) -> int:
-        width, number = content.get(_WIDTH, default), content.get(count, 1)
+        width, number = content.get(_WIDTH, default), content.get(count, default_count)
         if type(width) is not int or type(number) is not int or number < 1:
             raise ValueError(f"{count} = {number} with {_WIDTH} = {width} is no shared expert")
         return width * number

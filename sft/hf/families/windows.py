@@ -16,6 +16,11 @@ _TYPES, _WINDOW, _USES = "layer_types", "sliding_window", "use_sliding_window"
 BASES = "layer_rope_theta"
 
 
+def linear_layer_types(layers: list[int], count: int) -> dict[str, Any]:
+    """layer_types of a model with linear attention in `layers`, counted from 1; count: number of layers"""
+    return {_TYPES: [LINEAR if number in layers else FULL for number in range(1, count + 1)]}
+
+
 def in_all_layers(switch: str | None = _USES) -> dict[str, Computed]:
     """The computed keys for families with a window in all layers.
 

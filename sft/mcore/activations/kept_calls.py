@@ -73,6 +73,7 @@ class KeptCalls:
         return _SecondPass.apply(call, len(inputs), *inputs, *weights), call.other
 
 
+# Core's layers call the modules between a layer and its products, and pass on none of our arguments.
 _current: ContextVar[KeptCalls | None] = ContextVar("products", default=None)
 
 
@@ -176,6 +177,11 @@ class _Source(torch.autograd.Function):
 
 
 class _SecondPass(torch.autograd.Function):
+    """The second pass of a call: its output is that of the first pass, and its backward runs the first pass's graph.
+
+    num_inputs: how many of `tensors` are inputs; the others are weights
+    """
+
     @staticmethod
     def forward(ctx: Any, call: _Call, num_inputs: int, *tensors: Tensor) -> Tensor:
         ctx.call, ctx.weights = call, tensors[num_inputs:]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sft.layers.mixers.softmax_bytes import num_head_groups
 from sft.mcore.device import send
+from sft.mcore.wide import wide, wide_dtype
 from sft.parallel.halo import Halo
 
 
@@ -165,8 +166,8 @@ def _summed(dkeys: Tensor, dvalues: Tensor, order: Tensor, num_tokens: int) -> T
     dkeys, dvalues [k, key heads, d], order [k]: index of each key's token
     -> [num_tokens, key heads, width of keys + width of values]
     """
-    wide, widths = torch.promote_types(dkeys.dtype, torch.float32), [dkeys.shape[-1], dvalues.shape[-1]]
-    total = dkeys.new_zeros((num_tokens, dkeys.shape[1], sum(widths)), dtype=wide)
+    widths = [dkeys.shape[-1], dvalues.shape[-1]]
+    total = dkeys.new_zeros((num_tokens, dkeys.shape[1], sum(widths)), dtype=wide_dtype(dkeys.dtype))
     for part, gradients in zip(total.split(widths, dim=-1), (dkeys, dvalues)):  # one at a time in fp32
-        part.index_add_(0, order, gradients.to(wide))
+        part.index_add_(0, order, wide(gradients))
     return total

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from sft.mcore.attention.key_source import AllGatheredKeys, HaloKeys, KeySource, LocalKeys
 from sft.mcore.device import send
+from sft.mcore.wide import wide, wide_dtype
 from sft.parallel.branches import Branches
 from sft.parallel.context_parallel import Chunk, gathered_positions, local_chunks
 from sft.parallel.halo import Halo
@@ -119,9 +120,7 @@ class TorchKernel:
     def forward(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Implements `AttentionKernel.forward`."""
         out = query.new_empty((*query.shape[:2], values.shape[-1]))
-        lse = torch.empty(
-            query.shape[1::-1], dtype=torch.promote_types(query.dtype, torch.float32), device=query.device
-        )
+        lse = torch.empty(query.shape[1::-1], dtype=wide_dtype(query.dtype), device=query.device)
         for tile in self._tiles(query.dtype):
             out[tile.rows], lse[:, tile.rows] = _attend(query[tile.rows], keys, values, tile, scale)
         return out, lse
@@ -141,10 +140,9 @@ class TorchKernel:
 
     def _tiles(self, dtype: torch.dtype) -> Iterator["_Tile"]:
         """The tiles of all chunks.  dtype: the dtype of queries, keys and values"""
-        wide = torch.promote_types(dtype, torch.float32)
-        is_large = self.has_tensor_cores and dtype != wide
+        is_large = self.has_tensor_cores and dtype != wide_dtype(dtype)
         num_queries, num_keys = (LARGE_QUERY_TILE, LARGE_KEY_TILE) if is_large else (QUERY_TILE, KEY_TILE)
-        limits = _Limits(self.window, self.softcap, num_keys, dtype if is_large else wide)
+        limits = _Limits(self.window, self.softcap, num_keys, dtype if is_large else wide_dtype(dtype))
         for chunk in self.chunks:
             for start in range(0, chunk.length, num_queries):
                 stop = min(start + num_queries, chunk.length)
@@ -273,7 +271,7 @@ def _scores(rows: Tensor, keys: Tensor, tile: _Tile, block: Keys, scale: float) 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
     """Sort heads by their key head: [n, heads, d] -> [groups, heads per group, n, d] in fp32 or float64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(1, (groups, -1)).permute(1, 2, 0, 3).contiguous()
+    return wide(x).unflatten(1, (groups, -1)).permute(1, 2, 0, 3).contiguous()
 
 
 def _ungrouped(x: Tensor) -> Tensor:
@@ -287,7 +285,6 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     On CUDA, torch can multiply bf16 factors with a result in fp32.  On other devices the factors are converted first,
     which changes only the order of sums.
     """
-    wide = torch.promote_types(a.dtype, torch.float32)
-    if a.is_cuda and a.dtype != wide:
-        return torch.bmm(a, b, out_dtype=wide)
-    return a.to(wide).matmul(b.to(wide))
+    if a.is_cuda and a.dtype != wide_dtype(a.dtype):
+        return torch.bmm(a, b, out_dtype=wide_dtype(a.dtype))
+    return wide(a).matmul(wide(b))

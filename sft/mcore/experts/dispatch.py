@@ -16,6 +16,8 @@ from megatron.core.jit import jit_fuser
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
+from sft.mcore.wide import wide_dtype
+
 
 class Dispatcher(MoEAlltoAllTokenDispatcher):
     """megatron-core's dispatcher with the permutation of this module.
@@ -90,7 +92,7 @@ def sums_of_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def _sums(x: Tensor, rows: Tensor) -> Tensor:
-    total = torch.zeros(rows.shape[1], x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    total = torch.zeros(rows.shape[1], x.shape[1], dtype=wide_dtype(x.dtype), device=x.device)
     for of_choice in rows.unbind():
         total = total + torch.where(of_choice[:, None] >= 0, x[of_choice.clamp(min=0)], 0.0)
     return total.to(x.dtype)

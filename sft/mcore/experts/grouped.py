@@ -15,6 +15,7 @@ from sft.mcore.experts.rows import RowsOfExperts, StoredMatrix, has_kernel
 from sft.mcore.modules.activation import Activation
 from sft.mcore.modules.biases import submodules_of
 from sft.mcore.modules.unrepeated import Unrepeated, unrepeated
+from sft.mcore.wide import wide_dtype
 
 
 class GroupedExperts(TEGroupedMLP):
@@ -72,15 +73,15 @@ class _AddBiases(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weights, *biases = ctx.saved_tensors
-        wide, dbiases, dweights = torch.promote_types(grad.dtype, torch.float32), [], []
+        dtype, dbiases, dweights = wide_dtype(grad.dtype), [], []
         factors = [None] * len(biases) if weights is None else weights.split(ctx.counts)
         for rows, bias, factor in zip(grad.split(ctx.counts), biases, factors):
             if factor is None:
-                dbiases.append(rows.sum(0, dtype=wide).to(bias.dtype))
+                dbiases.append(rows.sum(0, dtype=dtype).to(bias.dtype))
                 continue
-            rows = rows.to(wide)
+            rows = rows.to(dtype)
             dbiases.append((rows * factor[:, None]).sum(0).to(bias.dtype))
-            dweights.append((rows * bias.to(wide)).sum(1))
+            dweights.append((rows * bias.to(dtype)).sum(1))
         return grad, None if weights is None else torch.cat(dweights).to(weights.dtype), None, *dbiases
 
 

@@ -19,6 +19,7 @@ from sft.config import MoeConfig
 from sft.mcore.experts.layer import ExpertLayer
 from sft.mcore.experts.router import Router, Routing, TokenDocuments
 from sft.mcore.modules.norm import UnscaledNorm
+from sft.mcore.wide import wide
 
 
 class NormedExperts(ExpertLayer):
@@ -59,7 +60,7 @@ class NormedRouter(Router):
         The input's scale is multiplied into the columns of the router's weight, so that backward needs no scaled copy
         of the norm's output.
         """
-        own = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+        own = wide(self.weight)
         own = own * (self.input_scale.to(own.dtype) / math.sqrt(tokens.shape[-1]))
         return super()._logits(self.norm(tokens), own)
 

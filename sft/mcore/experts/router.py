@@ -44,6 +44,7 @@ from torch import Tensor
 
 from sft.config import ModelConfig, MoeConfig
 from sft.mcore.experts.documents import TokenDocuments
+from sft.mcore.wide import wide, wide_dtype
 from sft.metrics.totals import ExpertLoad
 
 _AUX, _Z, _DROPPED, _TOKENS = range(4)  # columns of `Router.totals`, after one column per expert
@@ -220,8 +221,7 @@ class _Logits(torch.autograd.Function):
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(tokens, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        wide = torch.promote_types(tokens.dtype, torch.float32)
-        logits = tokens.to(wide) @ weight.to(wide).T
+        logits = wide(tokens) @ weight.to(wide_dtype(tokens.dtype)).T
         return logits if bias is None else logits + bias
 
     @staticmethod

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sft.layers.mixers.softmax_bytes import num_head_groups
 from sft.mcore.attention.packed_attention import AttentionKernel
+from sft.mcore.wide import wide_dtype
 
 # (latents [k, 1, rank], slice of this rank's heads) -> [k, heads, d]: the part of a key that is not rotated, then the
 # value
@@ -83,8 +84,8 @@ class _LatentAttention(torch.autograd.Function):
         query, compressed, out, *sums = ctx.saved_tensors
         setting, weights = ctx.setting, ctx.weights
         latents, rotary_keys = _gathered(compressed, setting)
-        wide = torch.promote_types(query.dtype, torch.float32)
-        dlatents, drotary = torch.zeros_like(latents, dtype=wide), torch.zeros_like(rotary_keys, dtype=wide)
+        sums_dtype = wide_dtype(query.dtype)
+        dlatents, drotary = torch.zeros_like(latents, dtype=sums_dtype), torch.zeros_like(rotary_keys, dtype=sums_dtype)
         dquery, dweights = torch.empty_like(query), [torch.zeros_like(weight) for weight in weights]
         for heads, lse in zip(_head_groups(query.shape[1]), sums):
             source = latents.detach().requires_grad_()
@@ -95,7 +96,7 @@ class _LatentAttention(torch.autograd.Function):
                 grads[0][:, heads], query[:, heads], keys, values, out[:, heads], lse, setting.scale
             )
             del keys, values
-            drotary += dkeys[..., setting.key_width :].sum(1, keepdim=True, dtype=wide)
+            drotary += dkeys[..., setting.key_width :].sum(1, keepdim=True, dtype=sums_dtype)
             dexpanded = torch.cat((dkeys[..., : setting.key_width], dvalues), dim=-1).to(expanded.dtype)
             del dkeys, dvalues
             group_dlatents, *group_dweights = torch.autograd.grad(expanded, (source, *weights), dexpanded)

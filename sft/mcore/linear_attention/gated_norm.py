@@ -15,7 +15,8 @@ from torch import Tensor
 from sft.config.linear_attention import Activation
 from sft.mcore.activations.saved_tensors import SavePolicy
 from sft.mcore.linear_attention.delta_rule import DeltaKernel
-from sft.mcore.linear_attention.token_blocks import token_blocks, wide
+from sft.mcore.linear_attention.token_blocks import token_blocks
+from sft.mcore.wide import wide
 
 
 class GatedNorm(torch.nn.Module):

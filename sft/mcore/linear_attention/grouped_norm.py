@@ -15,7 +15,8 @@ from torch.nn.functional import silu
 
 from sft.mcore.activations.saved_tensors import SavePolicy
 from sft.mcore.linear_attention.ssd import SsdKernel
-from sft.mcore.linear_attention.token_blocks import token_blocks, wide
+from sft.mcore.linear_attention.token_blocks import token_blocks
+from sft.mcore.wide import wide
 
 
 class GroupedNorm(torch.nn.Module):

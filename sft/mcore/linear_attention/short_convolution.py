@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sft.layers.mixers.recurrent import BLOCK_NUMBERS
 from sft.mcore.device import send
+from sft.mcore.wide import wide
 from sft.parallel.taps import Taps
 
 
@@ -72,7 +73,7 @@ class _ShortConvolution(torch.autograd.Function):
         received = received_tokens(x, plan, cp_group)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         for channels in _blocks(x):
-            z = _preactivation(*_wide(x, received, weight, channels), plan)
+            z = _preactivation(*_held_and_taps(x, received, weight, channels), plan)
             if bias is not None:
                 z += bias[channels]
             out[:, channels] = torch.nn.functional.silu(z, inplace=True)
@@ -87,7 +88,7 @@ class _ShortConvolution(torch.autograd.Function):
         dweight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         dbias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
         for channels in _blocks(x):
-            held, taps = _wide(x, received, weight, channels)
+            held, taps = _held_and_taps(x, received, weight, channels)
             z = _preactivation(held, taps, ctx.plan)
             if bias is not None:
                 z += bias[channels]
@@ -130,14 +131,13 @@ def _blocks(x: Tensor) -> list[slice]:
     return [slice(start, start + size) for start in range(0, x.shape[1], size)]
 
 
-def _wide(x: Tensor, received: Tensor, weight: Tensor, channels: slice) -> tuple[Tensor, Tensor]:
+def _held_and_taps(x: Tensor, received: Tensor, weight: Tensor, channels: slice) -> tuple[Tensor, Tensor]:
     """concat(local tokens, received tokens) and the weight, both for a block of channels and in fp32 or float64.
 
     Row s of the weight [n, block] belongs to the token s positions earlier.
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    held = torch.cat((x[:, channels], received[:, channels])).to(wide)
-    return held, weight[channels].t().flip(0).to(wide)  # [n, block]
+    held = wide(torch.cat((x[:, channels], received[:, channels])))
+    return held, weight[channels].t().flip(0).to(held.dtype)  # [n, block]
 
 
 def _preactivation(held: Tensor, taps: Tensor, plan: ConvolutionPlan) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sft.mcore.linear_attention.recurrence import Kernel, wide_dtype
-from sft.mcore.linear_attention.token_blocks import wide
+from sft.mcore.wide import wide
 
 
 class SsdInputs(NamedTuple):

@@ -1,6 +1,5 @@
 """Divides tokens into blocks for computations in fp32 or float64, so that such copies of the input stay small."""
 
-import torch
 from torch import Tensor
 
 from sft.layers.mixers.recurrent import BLOCK_NUMBERS
@@ -13,8 +12,3 @@ def token_blocks(x: Tensor) -> list[slice]:
     """
     size = max(1, BLOCK_NUMBERS[x.device.type] // 2 // (x.shape[1] * x.shape[2]))
     return [slice(start, start + size) for start in range(0, max(1, len(x)), size)]
-
-
-def wide(x: Tensor) -> Tensor:
-    """x in fp32, or in float64 if it is float64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))

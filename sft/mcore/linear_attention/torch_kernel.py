@@ -19,6 +19,7 @@ from sft.mcore.linear_attention.delta_rule import Inputs
 from sft.mcore.linear_attention.gated_norm import gated, gated_norm
 from sft.mcore.linear_attention.recurrence import MATRICES
 from sft.mcore.linear_attention.schedule import Block
+from sft.mcore.wide import wide_dtype
 
 
 class TorchDeltaKernel(ChunkedKernel[Inputs]):
@@ -42,8 +43,8 @@ class TorchDeltaKernel(ChunkedKernel[Inputs]):
         return maps, size, advance
 
     def log_decay(self, a: Tensor, a_log: Tensor, dt_bias: Tensor, floor: float | None = None) -> Tensor:
-        wide = torch.promote_types(a.dtype, torch.float32)
-        shifted, rate = a.to(wide) + dt_bias.to(wide).view(a.shape[1:]), a_log.to(wide).exp()
+        dtype = wide_dtype(a.dtype)
+        shifted, rate = a.to(dtype) + dt_bias.to(dtype).view(a.shape[1:]), a_log.to(dtype).exp()
         rate = rate.view(-1, *[1] * (a.ndim - 2))
         if floor is not None:
             return floor * torch.sigmoid(rate * shifted)

@@ -12,6 +12,7 @@ from sft.config.lora import LoraConfig
 from sft.layers.adapters import AdaptedWeight
 from sft.mcore.lora.factors import Factors
 from sft.mcore.lora.split import Split
+from sft.mcore.wide import wide_dtype
 
 
 class RouterAdapter(torch.nn.Module):
@@ -29,7 +30,7 @@ class RouterAdapter(torch.nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """The term of the logits: tokens [t, h] -> [t, experts], in fp32, or in float64 if the tokens are float64."""
         a, b = self.factors.a, self.factors.b[0]
-        wide = torch.promote_types(tokens.dtype, torch.float32)
+        wide = wide_dtype(tokens.dtype)
         return self.scale * ((tokens @ a.t()).to(wide) @ b.to(wide).t())
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

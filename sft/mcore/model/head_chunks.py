@@ -33,6 +33,7 @@ from sft.mcore.attention.packed_attention import AttentionSetting, attend, atten
 from sft.mcore.backend import PackedDocuments
 from sft.mcore.lora.adapted import Adapted
 from sft.mcore.lora.products import OutputSlice, added, projected
+from sft.mcore.wide import wide
 
 _NORMS = ("q_layernorm", "k_layernorm")  # their weights serve all chunks; the other weights are divided among chunks
 
@@ -217,8 +218,8 @@ class _Chunks(torch.autograd.Function):
                 if name in divided:
                     own[name].copy_(gradient)
                 else:
-                    wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-                    totals[name] = totals[name].add_(wide) if name in totals else wide
+                    own = wide(gradient)
+                    totals[name] = totals[name].add_(own) if name in totals else own
         results = {**divided, **{name: total.to(out.dtype) for name, total in totals.items()}}
         if dhidden is not None:
             results["hidden"] = plan.summed(dhidden[:, None])

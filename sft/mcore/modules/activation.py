@@ -21,6 +21,7 @@ from torch import Tensor
 
 from sft.config import ModelConfig
 from sft.layers.mlps.limits import has_plain_swiglu
+from sft.mcore.wide import wide
 
 _SLOPE, _CUBIC = math.sqrt(2.0 / math.pi), 0.044715  # gelu(x) = x / 2 * (1 + tanh(_SLOPE * (x + _CUBIC * x^3)))
 
@@ -121,8 +122,7 @@ def _backward(
 
 def _widened(x: Tensor, bias: Tensor | None) -> Tensor:
     """x + bias, in fp32 or float64."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return wide if bias is None else wide + bias
+    return wide(x) if bias is None else wide(x) + bias
 
 
 def _computed(x: Tensor, kind: str, limit: float, alpha: float) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -12,6 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from sft.mcore.activations.saved_tensors import SavePolicy
+from sft.mcore.wide import wide
 
 
 class UnscaledNorm(torch.nn.Module):
@@ -90,9 +91,9 @@ def _rows(x: Tensor) -> Tensor:
 
 def _forward(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     """x [n, h] -> the output, and 1 / root mean square of each row, [n, 1]"""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    shrink = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return (wide * shrink * _factor(weight, wide.dtype, offset)).to(x.dtype), shrink
+    own = wide(x)
+    shrink = torch.rsqrt(own.pow(2).mean(-1, keepdim=True) + eps)
+    return (own * shrink * _factor(weight, own.dtype, offset)).to(x.dtype), shrink
 
 
 def _backward(

@@ -12,6 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from sft.mcore.activations.saved_tensors import SavePolicy
+from sft.mcore.wide import wide
 
 
 class AcrossHeadsNorm(torch.nn.Module):
@@ -59,7 +60,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, width: int, group: Any) -> tuple[Tensor, Tensor]:
-        squares = x.to(torch.promote_types(x.dtype, torch.float32)).pow(2)
+        squares = wide(x).pow(2)
         shrink = torch.rsqrt(_sum_over_heads(squares, group) / width + eps)
         ctx.save_for_backward(x, weight, shrink)
         ctx.width, ctx.group = width, group

@@ -5,6 +5,7 @@ last line, which a killed run leaves, is skipped.
 """
 
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ def read_metrics(path: Path) -> RunMetrics:
     records: dict[str, dict[int, Metrics]] = {TRAIN: {}}
     for entry in entries:
         if (kind := kind_of(entry)) is not None:
-            records.setdefault(kind, {})[entry["step"]] = flat({k: v for k, v in entry.items() if k != "step"})
+            records.setdefault(kind, {})[entry["step"]] = numbers_of({k: v for k, v in entry.items() if k != "step"})
     kinds = list(records)  # in the order in which a run writes the records of one step
     step, order = max((step, kinds.index(kind)) for kind, steps in records.items() for step in steps)
     return RunMetrics(path=path, first=entries[0]["step"], last=(step, kinds[order]), records=records)
@@ -123,18 +124,22 @@ def kind_of(entry: dict[str, Any]) -> str | None:
     return TRAIN if entry["kind"] == TRAIN else None
 
 
-def flat(nested: dict[str, Any], prefix: str = "") -> Metrics:
+def flat(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the values of nested objects with joined names: {"a": 1, "b": {"c": {"d": 2}}} -> ("a", 1), ("b/c/d",
+    2)"""
+    for name, value in record.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}/{inner}", x) for inner, x in flat(value))
+        else:
+            yield name, value
+
+
+def numbers_of(record: dict[str, Any]) -> Metrics:
     """The numbers of a record by joined names.
 
     {"loss": 2.5, "by": {"0-4K": {"n": 3}}, "kind": "train"} -> {"loss": 2.5, "by/0-4K/n": 3}
     """
-    metrics: Metrics = {}
-    for name, value in nested.items():
-        if isinstance(value, dict):
-            metrics |= flat(value, f"{prefix}{name}/")
-        elif value is None or isinstance(value, int | float):
-            metrics[prefix + name] = value
-    return metrics
+    return {name: value for name, value in flat(record) if value is None or isinstance(value, int | float)}
 
 
 def kinds_of(*runs: RunMetrics) -> list[str]:

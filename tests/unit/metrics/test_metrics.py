@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sft.metrics.records import flat, train_record
+from sft.metrics.records import train_record
+from sft.metrics.results.records import flat
 from sft.metrics.totals import ExpertLoad, Peak
 from tests.unit.metric_values import START, check, config, evaluation, page, result, run_of, totals, train, validator
 

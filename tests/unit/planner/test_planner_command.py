@@ -158,10 +158,10 @@ def test_lengths_of_the_data(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_refusals(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--gpus a is no list of numbers" in refused(capsys, *PLAN, "--gpus", "a")
-    assert "--gpus 12 is no multiple of --gpus-per-node 8" in refused(capsys, *PLAN, "--gpus", "12")
+    assert "gpus = 12 is no multiple of gpus_per_node = 8" in refused(capsys, *PLAN, "--gpus", "12")
     assert "--write writes one recipe" in refused(capsys, *SMALL, "--gpus", "8,16", "--write", "a.yaml")
     assert "does not end in .png or .svg" in refused(capsys, *SMALL, "--picture", "a.gif")
-    assert "--seq-length 0 is not above 0" in refused(capsys, *PLAN, "--gpus", "8", "--seq-length", "0")
+    assert "seq_length = 0 is not above 0" in refused(capsys, *PLAN, "--gpus", "8", "--seq-length", "0")
     assert "unknown GPU h900.  Known GPUs: a100-40, a100-80" in refused(capsys, *SMALL, "--gpu", "h900")
     assert "unknown network tin" in refused(capsys, *SMALL, "--fabric", "tin")
     assert "lengths 5 cannot be read" in refused(capsys, *SMALL, "--lengths", "5")

@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 
 from sft.data.packing.cp_cost import CpCost, Documents
-from sft.data.packing.cp_swaps import Packs, relieve_rows
+from sft.data.packing.cp_swaps import FilledPacks, relieve_rows
 
 NEAR_BEST = 1.06  # exchanges of two documents do not find every better assignment; the worst of these takes 1.05
 
 
 def exchanged(
     lengths: list[int], bins: list[int], loads: list[int], rooms: list[int], row: list[int], rows: int
-) -> tuple[list[int], Packs]:
+) -> tuple[list[int], FilledPacks]:
     """The pack of each document.  A token takes 1 ns; loads, rooms: of each pack without these documents"""
     documents = Documents.of(range(len(lengths)), np.array(lengths), (1,), rank_tokens=1000, cost=CpCost(token_ns=1.0))
     own = np.bincount(bins, lengths, len(loads)).astype(np.int64)
-    packs = Packs(
+    packs = FilledPacks(
         row=np.array(row), level=np.zeros(len(row), dtype=np.int64), load=loads + own, left=np.array(rooms) - own
     )
     return relieve_rows(documents, packs, np.arange(len(lengths)), np.array(bins), rows).tolist(), packs

@@ -7,7 +7,7 @@ with the recipe's train.recompute and train.mlp_tile.  working_sets.py sums thei
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sft.config import Config
+from sft.config import Config, RopeConfig
 from sft.layers.kinds import LayerGroup
 from sft.layers.mixer import MixerBytes
 from sft.layers.mlps import mlp_of
@@ -127,8 +127,13 @@ def rotary_tables(kinds: Iterable[SavingLayers], pack: float) -> float:
 
     Layers with the same settings model.rope and the same rotary width share a table.
     """
-    tables: dict[tuple[int, str], float] = {}
+    tables: list[tuple[int, RopeConfig]] = []
+    num_bytes: list[float] = []
     for kind in kinds:
-        table = (kind.mixer.model.rotary_dim, repr(kind.mixer.model.rope))
-        tables[table] = max(tables.get(table, 0.0), kind.mixer.rotary(pack))
-    return sum(tables.values())
+        table = (kind.mixer.model.rotary_dim, kind.mixer.model.rope)
+        if table not in tables:
+            tables.append(table)
+            num_bytes.append(0.0)
+        number = tables.index(table)
+        num_bytes[number] = max(num_bytes[number], kind.mixer.rotary(pack))
+    return sum(num_bytes)

@@ -12,7 +12,6 @@ from sft.estimate.parameters import Numbers, factors_of, whole_of
 from sft.estimate.stage import Stage
 from sft.layers.adapters import EMBEDDING, FINAL_NORM, HEAD
 from sft.layers.kinds import LayerGroup
-from sft.layers.weights import sizes_of
 from sft.parallel.layout import SHARD_ALIGNMENT, Layout
 
 NOTHING = Numbers(dense=0.0, experts=0.0)
@@ -120,11 +119,10 @@ def _layers(stage: Stage) -> Iterator[tuple[int, UnitSizes]]:
 
 def _model_layer(group: LayerGroup, layout: Layout) -> Numbers:
     """Numbers of elements of one of these layers on a rank, without adapters.  Each weight is rounded up."""
-    sizes, dense, experts = sizes_of(group.model), 0.0, 0.0
-    for weight in group.weights:
+    dense = experts = 0.0
+    for weight, number in zip(group.weights, group.num_elements, strict=True):
         if weight.is_buffer:
             continue
-        number = weight.size(sizes)
         if weight.is_of_expert:
             experts += group.mlp.num_experts / layout.ep * _rounded(number / (layout.etp if weight.split else 1))
         else:

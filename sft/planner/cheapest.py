@@ -9,9 +9,10 @@ from sft.config import Config, yaml
 from sft.errors import ConfigError
 from sft.estimate import constants
 from sft.estimate.gpus import GPUS
+from sft.estimate.memory import Memory
 from sft.planner.search import Search
 from sft.planner.subject import lora_keys
-from sft.planner.task import Proposal, Task
+from sft.planner.task import Choice, Proposal, Task
 from sft.weights.trained import trained_weights
 
 _MOST_GPUS = 64  # the largest factor by which a change multiplies the number of GPUs
@@ -43,8 +44,9 @@ def changes(task: Task, num_gpus: int) -> list[Change]:
     return sorted(fitting, key=lambda change: change.gpu_seconds)
 
 
-def _first(setting: str, task: Task, num_gpus: int) -> Change | None:
-    proposals = Search(task, num_gpus).best(1)
+def _first(setting: str, task: Task, num_gpus: int, memories: dict[Choice, Memory] | None = None) -> Change | None:
+    """The change `setting` with its best proposal; None if nothing fits.  memories: as in `Search`"""
+    proposals = Search(task, num_gpus, {} if memories is None else memories).best(1)
     return Change(setting=setting, task=task, proposal=proposals[0]) if proposals else None
 
 
@@ -93,11 +95,11 @@ def _more_gpus(task: Task, num_gpus: int) -> Iterator[Change]:
 
 def _larger_gpu(task: Task, num_gpus: int) -> Iterator[Change]:
     """Yield the change to the GPU with the least memory on which the task fits."""
-    hardware = task.hardware
+    hardware, memories = task.hardware, dict[Choice, Memory]()
     for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.memory_bytes):
         if gpu.memory_bytes > hardware.gpu.memory_bytes:
             measured = constants.constants_of(gpu, hardware.constants.inter_gb_s.value)
             other = replace(hardware, gpu=gpu, constants=measured)
-            if change := _first(f"--gpu {gpu.name}", task.changed(hardware=other), num_gpus):
+            if change := _first(f"--gpu {gpu.name}", task.changed(hardware=other), num_gpus, memories):
                 yield change
                 return

@@ -16,13 +16,13 @@ PARTS = 8  # optim.offload_fraction is a multiple of 1 / 8
 
 @dataclass
 class Predictions:
-    """The predictions for one task on `num_gpus` GPUs, with their cache."""
+    """The predictions for one task on `num_gpus` GPUs, with their cache.  memories: the cache of `memory`"""
 
     task: Task
     num_gpus: int
+    memories: dict[Choice, Memory] = field(default_factory=dict)
     _configs: dict[Choice, tuple[Config, Layout]] = field(default_factory=dict)
     _times: dict[Choice, StepTime] = field(default_factory=dict)
-    _memories: dict[Choice, Memory] = field(default_factory=dict)
 
     def least_offload(self, choice: Choice) -> Choice:
         """The choice with the smallest optim.offload_fraction with which it fits the device.
@@ -72,11 +72,11 @@ class Predictions:
         return self._times[choice]
 
     def memory(self, choice: Choice) -> Memory:
-        if choice not in self._memories:
+        if choice not in self.memories:
             config, layout = self.resolved(choice)
             task = self.task
             memory = estimate(config, layout, task.vocab_size, trained=task.trained, lengths=task.lengths)
             if memory.host_copy and not self.fits_host(memory):  # then training waits for saves (`Search.proposal`)
                 memory = replace(memory, host_copy=0.0)
-            self._memories[choice] = memory
-        return self._memories[choice]
+            self.memories[choice] = memory
+        return self.memories[choice]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from sft.config.parallel import Shard
+from sft.estimate.memory import Memory
 from sft.planner import candidates
 from sft.planner.predictions import PARTS, Predictions
 from sft.planner.task import Choice, Proposal, Savings, Sizes, Task, without_copies
@@ -27,16 +28,20 @@ Node = tuple[float, int, Choice, bool]
 
 @dataclass
 class Search:
-    """The proposals for one task on one number of GPUs.  Predictions are cached, so that a second search is cheap."""
+    """The proposals for one task on one number of GPUs.  Predictions are cached, so that a second search is cheap.
+
+    memories: the predicted memory of choices; searches for tasks that differ only in the GPU may share it
+    """
 
     task: Task
     num_gpus: int
+    memories: dict[Choice, Memory] = field(default_factory=dict)
     _bounds: list[Node] | None = None
     _in_chunks: bool = False
     _order: Iterator[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
-        self._predicted = Predictions(self.task, self.num_gpus)
+        self._predicted = Predictions(self.task, self.num_gpus, self.memories)
         self._savings: list[Savings] = candidates.savings(self.task)
         self._shard_kinds: list[Shard] = candidates.shard_kinds(self.task)
 

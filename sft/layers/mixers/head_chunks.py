@@ -5,7 +5,9 @@ gradients of the normed input and of the output for all heads, and everything el
 `sft/mcore/model/head_chunks.py` computes the chunks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
 
 from sft.config import ModelConfig
 from sft.layers.mixers.softmax_bytes import PortableBytes
@@ -20,7 +22,7 @@ class ChunkedBytes(PortableBytes):
     @staticmethod
     def of(whole: PortableBytes, num_chunks: int) -> "ChunkedBytes":
         """The bytes with chunks of heads.  whole: the bytes of the same layer without chunks"""
-        return ChunkedBytes(**vars(whole), num_chunks=num_chunks)
+        return ChunkedBytes(**_fields(whole), num_chunks=num_chunks)
 
     @property
     def saved(self) -> dict[str, float]:
@@ -48,10 +50,14 @@ class ChunkedBytes(PortableBytes):
     def gathered(self, pack: float) -> float:
         return self._chunk.gathered(pack)
 
-    @property
+    @cached_property
     def _chunk(self) -> PortableBytes:
-        own = {name: value for name, value in vars(self).items() if name != "num_chunks"}
-        return PortableBytes(**{**own, "model": part_of(self.model, self.num_chunks), "is_view": True})
+        return PortableBytes(**{**_fields(self), "model": part_of(self.model, self.num_chunks), "is_view": True})
+
+
+def _fields(whole: PortableBytes) -> dict[str, Any]:
+    """The fields of a `PortableBytes`, without those that a subclass adds."""
+    return {part.name: getattr(whole, part.name) for part in fields(PortableBytes)}
 
 
 def part_of(model: ModelConfig, num_chunks: int) -> ModelConfig:

@@ -7,11 +7,12 @@ them again.  The portable backend gathers keys and values over cp, and te sends 
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import cached_property
 
 from sft.config import ModelConfig
 from sft.config.mixer_section import LayerKind
 from sft.layers.mixer import MixerBytes
+from sft.layers.mixers.kernel_memory import FFPA, FLASH2, FLASH4, PLAIN, KernelMemory
 from sft.layers.mixers.parent_bytes import parent_keys
 from sft.layers.rank_share import FP32, RankShare
 
@@ -72,7 +73,7 @@ class SoftmaxBytes(MixerBytes):
 
     @property
     def saved(self) -> dict[str, float]:
-        queries, keys, values, outputs = (self.rank.width * x for x in head_elements(self.model, self.rank))
+        queries, keys, values, outputs = (self.rank.width * x for x in self._elements)
         heads, by_head = self.model.num_attention_heads / self.rank.tp, self.model.attention_head_gate
         # On a GPU the product with the gate is compiled, and its backward computes the fp32 gate again.
         gate = (self.rank.width if self.rank.is_fused else FP32) * self.queries
@@ -112,61 +113,37 @@ class SoftmaxBytes(MixerBytes):
     def freed(self) -> tuple[str, ...]:
         return (GATED,)
 
+    @cached_property
+    def _elements(self) -> tuple[float, float, float, float]:
+        return head_elements(self.model, self.rank)
+
     @property
     def queries(self) -> float:
         """Elements per token of the queries on this rank."""
-        return head_elements(self.model, self.rank)[0]
+        return self._elements[0]
 
     @property
     def keys(self) -> float:
         """Elements per token of the keys on this rank."""
-        return head_elements(self.model, self.rank)[1]
+        return self._elements[1]
 
-    @property
+    @cached_property
     def pairs(self) -> float:
         """Elements per token of the keys and values on this rank."""
-        return sum(head_elements(self.model, self.rank)[1:3])
+        return sum(self._elements[1:3])
 
-    @property
+    @cached_property
     def unsummed(self) -> float:
         """Elements per token of the gradients of keys and values for each query head.  The kernel then sums them over
         the query heads of a key head.  0 if each query head has its own key head."""
-        queries, _, _, outputs = head_elements(self.model, self.rank)
+        queries, _, _, outputs = self._elements
         return queries + outputs if self.model.num_attention_heads > self.model.resolved_query_groups else 0.0
 
-    @property
+    @cached_property
     def rotated(self) -> float:
         """Bytes per token of rotated queries and keys, and of the gradients of output and queries."""
-        queries, keys, _, outputs = head_elements(self.model, self.rank)
+        queries, keys, _, outputs = self._elements
         return self.rank.width * (2 * queries + outputs + keys)
-
-
-class _Kernel(NamedTuple):
-    """Properties of an attention kernel, read in its source, that decide the memory of its backward pass.
-
-    is_flash      its keys are copied into the order of the documents' tokens; it does not store scores
-    sums_queries  it also holds the gradient of queries in fp32
-    sums_pairs    it also holds the gradients of keys and values in fp32
-    is_unsummed   it holds the gradients of keys and values for each query head, before it sums them per key head
-    copies_views  it copies its keys and values, and with several head groups also the queries of a group
-    starts_all_blocks  it starts the same number of blocks for each sequence (sft/parallel/length_classes.py)
-    pads_values   it needs values as wide as keys, so values, outputs and their gradients are copied and padded
-    """
-
-    is_flash: bool = True
-    sums_queries: bool = False
-    sums_pairs: bool = False
-    is_unsummed: bool = False
-    copies_views: bool = False
-    starts_all_blocks: bool = False
-    pads_values: bool = False
-
-
-_PLAIN = _Kernel(is_flash=False)
-# FlashAttention-4 may run instead, and takes no more memory.
-_FLASH2 = _Kernel(sums_queries=True, is_unsummed=True, starts_all_blocks=True, pads_values=True)
-_FLASH4 = _Kernel(sums_queries=True, sums_pairs=True)
-_FFPA = _Kernel(copies_views=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +157,7 @@ class PortableBytes(SoftmaxBytes):
     is_view   whether outputs and their gradients are views of tensors with more heads
     """
 
-    kernel: _Kernel | None = None
+    kernel: KernelMemory | None = None
     kinds: frozenset[LayerKind] | None = None
     is_plain: bool = False
     is_deterministic: bool = False
@@ -192,10 +169,20 @@ class PortableBytes(SoftmaxBytes):
         return tables * self.rank.width * (pack / self.rank.cp) * self.model.rotary_dim
 
     def local(self, tokens: float) -> float:
-        return self._working(tokens * self.rank.cp)[0]
+        return self._working_of(tokens * self.rank.cp)[0]
 
     def gathered(self, pack: float) -> float:
-        return self._working(pack)[1]
+        return self._working_of(pack)[1]
+
+    @cached_property
+    def _known(self) -> dict[float, tuple[float, float]]:
+        """The results of `_working` by pack: the planner asks for them thousands of times."""
+        return {}
+
+    def _working_of(self, pack: float) -> tuple[float, float]:
+        if pack not in self._known:
+            self._known[pack] = self._working(pack)
+        return self._known[pack]
 
     def _working(self, pack: float) -> tuple[float, float]:
         """`local` and `gathered` of the kernel and the kind of layer, full or window, for which their sum is larger."""
@@ -300,18 +287,18 @@ class PortableBytes(SoftmaxBytes):
         return self._kernel.starts_all_blocks and self.rank.is_uneven
 
     @property
-    def _kernel(self) -> _Kernel:
+    def _kernel(self) -> KernelMemory:
         assert self.kernel is not None
         return self.kernel
 
     @property
-    def _kernels(self) -> list[_Kernel]:
+    def _kernels(self) -> list[KernelMemory]:
         """The kernels that may run.
 
         If torch's flash kernel cannot compute the attention, a kernel of an optional package runs, or plain torch.
         """
         if not self.rank.is_fused or self.is_plain:
-            return [_PLAIN]
+            return [PLAIN]
         if has_flash(self.model):
-            return [_FLASH2]
-        return [_PLAIN, _FFPA if self.model.resolved_head_dim > MAX_FLASH_HEAD else _FLASH4]
+            return [FLASH2]
+        return [PLAIN, FFPA if self.model.resolved_head_dim > MAX_FLASH_HEAD else FLASH4]

@@ -1,9 +1,8 @@
-"""The training loop, the only module that combines all parts of the trainer."""
+"""The training loop, the only module that combines all parts of the trainer.  `api/rank.py` starts and ends it."""
 
 import json
-import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -16,7 +15,7 @@ from sft.checkpoint.saver import Saver
 from sft.checkpoint.train_state import Conditions, TrainState
 from sft.console import Console
 from sft.data.pipeline import DataPipeline, GlobalBatch
-from sft.files.atomic_files import explained, replace_text, unusable
+from sft.files.atomic_files import replace_text, unusable
 from sft.layers.flops import describe_parameters, num_parameters
 from sft.mcore import process_groups
 from sft.mcore.backends.kernel_lines import kernel_lines
@@ -27,12 +26,10 @@ from sft.metrics.run_facts import RunFacts
 from sft.metrics.totals import StepResult
 from sft.parallel.collectives import broadcast_from_rank0
 from sft.parallel.layout import Layout
-from sft.recipe.join import join_ranks
-from sft.recipe.resolved import Recipe, dump, summary
+from sft.recipe.resolved import Recipe, dump
 from sft.recipe.run_checks import check_run
 from sft.recipe.start import check_start
 from sft.recipe.tokenizer import tokenizer_of
-from sft.run import environment
 from sft.run.compilation import compile_first
 from sft.run.evaluation import Evaluator
 from sft.run.gpu_memory import GpuMemory
@@ -40,7 +37,6 @@ from sft.run.lifecycle import Lifecycle
 from sft.run.outcome import Outcome, closing_line
 from sft.run.profiler import Profiler
 from sft.run.sample_log import SampleLog, link
-from sft.run.signals import leave_with_parent
 from sft.run.step_check import StepCheck, dump_step
 from sft.weights import run_folder
 from sft.weights.background_exports import Exports
@@ -51,35 +47,6 @@ from sft.weights.serving.served import served_of
 from sft.weights.trained import trained_weights
 
 _WAIT_S = 2.0  # seconds of waiting for exports between two checks for a signal
-
-
-def main(recipe: Recipe, layout: Layout, from_user: Collection[str] = ()) -> Outcome:
-    """Train the recipe as one rank of the run.  Collective.  Raises SftError if the run cannot start or continue.
-
-    from_user  the environment variables that the user had set, as `environment.prepare` returns them
-    """
-    config = recipe.config
-    leave_with_parent()
-    groups = join_ranks(config, layout)
-    console = Console(groups.rank, sys.stdout)
-    variables = environment.describe(from_user, groups.device.type)
-    lines = [summary(recipe), *layout.equations(config.data.seq_length), variables]
-    console.say("\n".join(filter(None, lines)))
-    folder = Path(config.run.dir)
-    next_step = partial(resume.next_step, config.checkpoint, folder / "checkpoints")
-    try:
-        with (
-            Lifecycle(config, folder, groups, console, next_step) as lifecycle,
-            Profiler(config.profile, folder, groups, console) as profiler,
-            explained(),  # inside `lifecycle`, so that run_state.json gets the explanation, too
-        ):
-            outcome = Trainer(recipe, layout, groups, console, lifecycle, profiler).train()
-    except BaseException:
-        if layout.world_size == 1:  # this process may train again; with other ranks, it might wait for them here
-            process_groups.stop()
-        raise
-    process_groups.stop()
-    return outcome
 
 
 class Trainer:

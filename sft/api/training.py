@@ -48,7 +48,7 @@ def train(recipe: Recipe) -> Outcome:
 
     from_user = environment.prepare(recipe.config, layout)  # before the next import, which may start CUDA
 
-    from sft.trainer import main
+    from sft.api.rank import main
 
     if "RANK" in os.environ:
         _joined.add(_meeting_point())

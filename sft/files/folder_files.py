@@ -129,3 +129,8 @@ def _check(path: Path, status: os.stat_result, max_bytes: int | None) -> None:
 
 def _shown(name: object) -> str:
     return ascii(name[:80]) if isinstance(name, str) else f"of the type {type(name).__name__}"
+
+
+def bytes_in(folder: Path) -> int:
+    """The bytes of the files of a folder, without its subfolders; 0 if there is no such folder."""
+    return sum(entry.stat().st_size for entry in os.scandir(folder)) if folder.is_dir() else 0

@@ -10,7 +10,7 @@ from pathlib import Path
 from sft.config.pretrained import HubSnapshot
 from sft.console import Console, size
 from sft.errors import ConfigError
-from sft.files.folder_files import LIST_BYTES, read_json
+from sft.files.folder_files import LIST_BYTES, bytes_in, read_json
 from sft.hf import hub_errors
 from sft.hf.hub import INDEX, SHARD, SINGLE, is_hub_name, snapshot
 from sft.hf.once_per_node import once_per_node
@@ -22,13 +22,6 @@ class MissingWeights:
 
     files: tuple[str, ...]
     num_bytes: int | None
-
-
-def is_offline() -> bool:
-    """Whether HF_HUB_OFFLINE is set."""
-    from huggingface_hub import constants
-
-    return constants.is_offline_mode()
 
 
 def download_weights(snap: HubSnapshot) -> Path:
@@ -57,12 +50,12 @@ def missing_weights(snap: HubSnapshot) -> MissingWeights | None:
 
 
 def _download(snap: HubSnapshot) -> Path:
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import constants, is_offline_mode, snapshot_download
 
     missing = missing_weights(snap)
     if missing is None:
         return snap.folder
-    if constants.is_offline_mode():
+    if is_offline_mode():
         raise ConfigError(
             f"{snap.name}: HF_HUB_OFFLINE is set, and the cache ({snap.folder}) lacks {_some(missing.files)}.  "
             f"Download the model with `hf download {snap.repo} --revision {snap.commit}`, or unset HF_HUB_OFFLINE."
@@ -75,10 +68,10 @@ def _download(snap: HubSnapshot) -> Path:
             f"{snap.name}: the weights that are still to be downloaded have {size(total)}, but the disk of the cache "
             f"({constants.HF_HUB_CACHE}) has {size(free)} free.  Free some, or set HF_HOME to a folder on another disk."
         )
-    before, console = _bytes_in(blobs), Console(int(os.environ.get("RANK", "0")), sys.stderr)
+    before, console = bytes_in(blobs), Console(int(os.environ.get("RANK", "0")), sys.stderr)
     with (
         hub_errors.translated(snap.name, snap.repo, snap.commit),
-        console.watch(f"downloading {snap.name}", total, "bytes", lambda: _bytes_in(blobs) - before),
+        console.watch(f"downloading {snap.name}", total, "bytes", lambda: bytes_in(blobs) - before),
     ):
         return Path(snapshot_download(snap.repo, revision=snap.commit, allow_patterns=list(missing.files)))
 
@@ -115,10 +108,6 @@ def _weight_files(snap: HubSnapshot, sizes: dict[str, int] | None) -> list[str]:
     if sizes is not None and (unknown := [file for file in named if file not in sizes]):
         raise ConfigError(f"{snap.name}: {INDEX} names {_some(unknown)}, but the repository has no such file.")
     return named
-
-
-def _bytes_in(folder: Path) -> int:
-    return sum(entry.stat().st_size for entry in os.scandir(folder)) if folder.is_dir() else 0
 
 
 def _some(names: Sequence[str]) -> str:

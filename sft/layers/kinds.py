@@ -9,18 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from sft.config.halves import HalvesConfig, MlpKind
+from sft.config.halves import MlpKind
 from sft.config.mixer_section import LayerKind
 from sft.config.model import ModelConfig
-from sft.config.moe import MoeConfig
 from sft.layers import mtp
 from sft.layers.mixer import Mixer
 from sft.layers.mixers import MIXERS
-from sft.layers.mlps import mlp_of
+from sft.layers.mlps import MLPS, mlp_of
 from sft.layers.parameters import LayerParameters
 from sft.layers.second_half import Mlp
 from sft.layers.weight import LayerWeight
-from sft.layers.weights import AFTER_MIXER, AFTER_MLP
+from sft.layers.weights import AFTER_MIXER, AFTER_MLP, sizes_of
 
 
 def model_of_kind(model: ModelConfig, kind: LayerKind) -> ModelConfig:
@@ -29,16 +28,6 @@ def model_of_kind(model: ModelConfig, kind: LayerKind) -> ModelConfig:
     The result is `model` itself, unless layers with a window have other sizes.
     """
     return MIXERS[kind].narrowed(model)
-
-
-def _with_all_mlps(model: ModelConfig, kind: MlpKind) -> ModelConfig:
-    """A model whose layers all have this kind of MLP; the model itself if its layers all have it already."""
-    numbers = [*range(1, model.num_layers + 1)]
-    if {model.mlp_kind_of(number) for number in numbers} == {kind}:
-        return model
-    moe = model.moe.model_copy(update={"dense_layers": 0, "layers": None}) if kind == "experts" else MoeConfig()
-    halves = HalvesConfig(without_mlp=numbers) if kind == "no MLP" else HalvesConfig()
-    return model.model_copy(update={"moe": moe, "halves": halves})
 
 
 @dataclass(frozen=True)
@@ -64,7 +53,7 @@ class LayerGroup:
         """Whether this is the layer of the block for multi-token prediction."""
         return bool(self.around)
 
-    @property
+    @cached_property
     def weights(self) -> list[LayerWeight]:
         """The weights of one of these layers, in the order of their use, and then `around`.
 
@@ -72,6 +61,12 @@ class LayerGroup:
         """
         rows = (*self.mixer.weights, *AFTER_MIXER, *self.mlp.weights, *AFTER_MLP, *self.around)
         return [weight for weight in rows if weight.is_in(self.model)]
+
+    @cached_property
+    def num_elements(self) -> list[int]:
+        """The number of elements of each of `weights`, of all tp ranks together."""
+        sizes = sizes_of(self.model)
+        return [weight.size(sizes) for weight in self.weights]
 
     @cached_property
     def parameters(self) -> LayerParameters:
@@ -95,7 +90,8 @@ def all_layer_groups(model: ModelConfig) -> list[LayerGroup]:
     for number in range(1, model.num_layers + model.has_mtp + 1):
         alike = model.kind_of(number), model.mlp_kind_of(number), number > model.num_layers
         numbers.setdefault(alike, []).append(number)
-    by_mlp = {mlp: _with_all_mlps(model, mlp) for mlp in dict.fromkeys(mlp for _, mlp, _ in numbers)}
+    of_layers = {mlp for _, mlp, is_mtp in numbers if not is_mtp}
+    by_mlp = {mlp: model if of_layers == {mlp} else MLPS[mlp].narrowed(model) for _, mlp, _ in numbers}
     groups = []
     for (kind, mlp, is_mtp), of_group in numbers.items():
         own = MIXERS[kind].narrowed(by_mlp[mlp])

@@ -34,6 +34,7 @@ from sft.mcore.loss.measured import supervised_tokens
 from sft.mcore.loss.mtp import MtpLoss, next_tokens
 from sft.mcore.loss.teacher import TeacherWeights
 from sft.mcore.model import chunks as model
+from sft.mcore.model.core_config import transformer_config
 from sft.mcore.model.gpt import Hidden, reduce_shared_embedding
 from sft.mcore.model.mixers import packed_documents
 from sft.mcore.optimizer import build, host_threads
@@ -68,12 +69,12 @@ class Engine:
         trains: bool = True,
         progress: Callable[[str], None] = lambda name: None,
     ) -> None:
-        self.config, self.layout, self.groups = config, layout, groups
+        self.config, self.layout, self.groups, self._progress = config, layout, groups, progress
         self.vocab_size, self.trained, self.has_weights = vocab_size, trained, False
         self.backend = choose_alike(config, groups)
-        self.chunks = model.build(config, layout, groups, vocab_size, self.backend, trained=trained, trains=trains)
+        self.core_config = core = transformer_config(config, layout, groups.device.type, self.backend)
+        self.chunks = model.build(config, layout, groups, core, vocab_size, self.backend, trained, trains=trains)
         self._save_policy = self._make_save_policy()
-        self.core_config = self.chunks[0].config
         self.optimizer: Any = None
         if trains:
             self.optimizer = build.build_optimizer(config, self.chunks)
@@ -82,7 +83,6 @@ class Engine:
             self.scheduler = build.build_scheduler(config.optim, self.optimizer, num_steps)
             self.core_config.grad_scale_func = self.optimizer.scale_loss
             self.core_config.finalize_model_grads_func = self._finalize
-        self._progress = progress
         self._passes = PassProgress(progress, torch.cuda.Event if groups.device.type == "cuda" else None)
         self._denominator = 0.0  # denominator of the global batch of this step
         self._mtp_loss, self._teacher_weights = MtpLoss(config), TeacherWeights(config)

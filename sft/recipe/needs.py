@@ -23,25 +23,27 @@ def check_paths(recipe: Recipe, *, trains: bool = True) -> None:
     paths = [(key, path) for key, files in data.train_keys.items() for path in files] if trains else []
     paths += [("data.eval", path) for files in data.eval_sets.values() for path in files if isinstance(path, str)]
     tokenizer = None if data.tokenizer == "byte" else data.tokenizer
-    is_on_hub = tokenizer is not None and hub.is_hub_name(tokenizer)
-    paths += [] if tokenizer is None or is_on_hub else [("data.tokenizer", tokenizer)]
+    paths += [] if tokenizer is None else [("data.tokenizer", tokenizer)]
     paths += [] if data.chat_template is None else [("data.chat_template", data.chat_template)]
     paths += [("data.teacher.files", path) for path in data.teacher.files or ()]
     paths += [] if data.plan is None or not trains else [("data.plan", data.plan)]
-    missing = [
-        f"{key} = {path} ({recipe.origins[key]}) does not exist in {Path.cwd()}; give {key}=PATH."
+    missing = {
+        (key, path): f"{key} = {path} ({recipe.origins[key]}) does not exist in {Path.cwd()}; give {key}=PATH."
         + _dataset_hint(key, path)
         + _pattern_hint(key, path)
         for key, path in paths
         if not Path(path).exists()
-    ]
-    if tokenizer is not None and is_on_hub:
+    }
+    if tokenizer is not None and hub.is_hub_name(tokenizer):
+        del missing["data.tokenizer", tokenizer]
         try:
             hub.snapshot(tokenizer)
         except ConfigError as error:
-            missing.append(f"data.tokenizer = {tokenizer} ({recipe.origins['data.tokenizer']}): {error}")
+            missing["data.tokenizer", tokenizer] = (
+                f"data.tokenizer = {tokenizer} ({recipe.origins['data.tokenizer']}): {error}"
+            )
     if missing:
-        raise ConfigError(listed(missing))
+        raise ConfigError(listed(list(missing.values())))
 
 
 def _pattern_hint(key: str, path: str) -> str:

@@ -14,6 +14,7 @@ from megatron.core.fp8_utils import get_fp8_context
 from sft.mcore import device, process_groups
 from sft.mcore.backends.transformer_engine import TransformerEngine
 from sft.mcore.model import chunks
+from sft.mcore.model.core_config import transformer_config
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
 from sft.weights.trained import trained_weights
@@ -28,7 +29,9 @@ def main(overrides: list[str]) -> None:
     config = parse_recipe(RECIPE, "tests", [*EXPERTS, *LORA, *overrides]).config
     layout = Layout.resolve(config, 1)
     place = process_groups.start(layout, device.start("cuda"), seed=1, timeout_s=60)
-    (chunk,) = chunks.build(config, layout, place, 300, TransformerEngine(config), trained=trained_weights(config, 300))
+    backend = TransformerEngine(config)
+    core = transformer_config(config, layout, place.device.type, backend)
+    (chunk,) = chunks.build(config, layout, place, core, 300, backend, trained=trained_weights(config, 300))
     core, experts = chunk.config, chunk.module.decoder.layers[0].mlp.experts
     adapted = [experts.linear_fc1, experts.linear_fc2]
     tokens = torch.ones(sum(COUNTS), config.model.hidden_size, dtype=torch.bfloat16, device="cuda", requires_grad=True)

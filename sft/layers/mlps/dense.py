@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from sft.config import ModelConfig
+from sft.config import ModelConfig, MoeConfig
+from sft.config.halves import HalvesConfig
 from sft.layers.mlps.limits import has_plain_swiglu
 from sft.layers.moved import Moved, activation, around
 from sft.layers.rank_share import RankShare
@@ -23,6 +24,10 @@ class DenseMlp(Mlp):
     )
     num_experts = 0
     is_split_by_tp = True
+
+    @staticmethod
+    def narrowed(model: ModelConfig) -> ModelConfig:
+        return model.model_copy(update={"moe": MoeConfig(), "halves": HalvesConfig()})
 
     def saved_inside(self, rank: RankShare) -> dict[str, float]:
         ffn, gates = rank.width * self.model.ffn_hidden_size / rank.tp, has_gate(self.model)

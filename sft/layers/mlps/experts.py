@@ -6,6 +6,7 @@ Bytes are an approximation: they assume that all ranks receive the same number o
 from dataclasses import dataclass
 
 from sft.config import ModelConfig
+from sft.config.halves import HalvesConfig
 from sft.layers.mlps.limits import has_plain_swiglu
 from sft.layers.moved import Moved, activation, around, total
 from sft.layers.rank_share import FP32, RankShare
@@ -48,6 +49,11 @@ class Experts(Mlp):
         LayerWeight(f"{_M}.shared_experts.gate_weight", "1 h", "matrix", "", "shared gate", 5, "moe.shared_gate"),
         LayerWeight(f"{_M}.shared_output_norm.weight", "h", "norm", step=5, has="moe.own_norms"),
     )
+
+    @staticmethod
+    def narrowed(model: ModelConfig) -> ModelConfig:
+        moe = model.moe.model_copy(update={"dense_layers": 0, "layers": None})
+        return model.model_copy(update={"moe": moe, "halves": HalvesConfig()})
 
     @property
     def is_split_by_tp(self) -> bool:

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from sft.config import ModelConfig
+from sft.config import ModelConfig, MoeConfig
+from sft.config.halves import HalvesConfig
 from sft.layers.moved import Moved
 from sft.layers.rank_share import RankShare
 from sft.layers.second_half import Mlp, MlpBackward
@@ -13,6 +14,11 @@ class NoMlp(Mlp):
     weights = ()
     num_experts = 0
     is_split_by_tp = False
+
+    @staticmethod
+    def narrowed(model: ModelConfig) -> ModelConfig:
+        halves = HalvesConfig(without_mlp=[*range(1, model.num_layers + 1)])
+        return model.model_copy(update={"moe": MoeConfig(), "halves": halves})
 
     def residual(self, rank: RankShare) -> dict[str, float]:
         return {}

@@ -19,7 +19,6 @@ from sft.mcore.backend import AttentionBackend
 from sft.mcore.experts.layer import reduce_apart
 from sft.mcore.lora import adapted, freeze
 from sft.mcore.low_bits.frozen_base import FrozenBase
-from sft.mcore.model.core_config import transformer_config
 from sft.mcore.model.gpt import HiddenStatesGPT
 from sft.mcore.model.layer import Layer
 from sft.mcore.model.layer_spec import layer_spec
@@ -35,20 +34,21 @@ def build(
     config: Config,
     layout: Layout,
     groups: ProcessGroups,
+    core: TransformerConfig,
     vocab_size: int,
     backend: AttentionBackend,
-    *,
     trained: Trained = Trained(),
+    *,
     trains: bool = True,
 ) -> list[Any]:
     """The model chunks of this rank, one for each virtual stage, without values of weights.
 
     Each chunk is wrapped in a DistributedDataParallel, or with parallel.shard in a ShardedModel.
 
+    core: the config of core's modules, from `core_config.transformer_config`
     vocab_size: rows of the embedding without padding
     trains: False freezes all weights, so core allocates no buffers for gradients
     """
-    core = transformer_config(config, layout, groups.device.type, backend)
     chunks = [_build_chunk(config, layout, groups, core, backend, vocab_size, i) for i in range(layout.virtual_stages)]
     keeps_graph = config.train.repeats_layers or config.run.fp8 is not None or layout.pp > 1
     for chunk in chunks:

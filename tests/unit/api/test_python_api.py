@@ -52,13 +52,14 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         trained.append((str(recipe.config.optim.lr), layout.world_size))
         return sft.Outcome(folder=Path("runs/a"), step=7, num_steps=10, stopped="SIGTERM", last={"lm loss": 2.5})
 
-    monkeypatch.setitem(sys.modules, "sft.trainer", SimpleNamespace(main=stand_in))
+    monkeypatch.setitem(sys.modules, "sft.api.rank", SimpleNamespace(main=stand_in))
     return trained
 
 
 def refusal(call: Callable[[], object], kind: type[sft.SftError] = ConfigError) -> str:
     with pytest.raises(kind) as caught:
         call()
+    assert " --" not in f" {caught.value}", "an error of the API names no option of a command"
     return str(caught.value)
 
 
@@ -191,7 +192,7 @@ def test_a_plan_in_which_nothing_fits() -> None:
 def test_plan_refuses_arguments_that_do_not_fit_each_other() -> None:
     both = sft.PlanOptions(global_batch_size=8, tokens_per_step=2**20)
     assert "both give the packs of a step" in refusal(lambda: sft.plan("llama.yaml", 8, both))
-    assert "--gpus 0 is no list of numbers of GPUs" in refusal(lambda: sft.plan("llama.yaml", 0))
+    assert "gpus = 0 is no list of numbers of GPUs, such as 8" in refusal(lambda: sft.plan("llama.yaml", 0))
 
 
 # The command line

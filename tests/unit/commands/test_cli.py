@@ -33,14 +33,14 @@ def folder(recipe_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
-    """The recipes that reach `sft.trainer.main`, which this fixture replaces."""
+    """The recipes that reach `sft.api.rank.main`, which this fixture replaces."""
     recipes: list[Recipe] = []
 
     def stand_in(recipe: Recipe, layout: Layout, from_user: frozenset[str]) -> types.SimpleNamespace:
         recipes.append(recipe)
         return types.SimpleNamespace(exit_code=0)
 
-    monkeypatch.setitem(sys.modules, "sft.trainer", types.SimpleNamespace(main=stand_in))
+    monkeypatch.setitem(sys.modules, "sft.api.rank", types.SimpleNamespace(main=stand_in))
     return recipes
 
 
@@ -230,13 +230,13 @@ def broken(error: BaseException) -> types.SimpleNamespace:
 def test_how_a_run_ends(
     error: BaseException, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "sft.trainer", broken(error))
+    monkeypatch.setitem(sys.modules, "sft.api.rank", broken(error))
     assert main(["train", "a.yaml"]) == code
     assert capsys.readouterr().err == said
 
 
 def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sft.trainer", broken(ValueError("ours")))
+    monkeypatch.setitem(sys.modules, "sft.api.rank", broken(ValueError("ours")))
     with pytest.raises(ValueError, match="ours"):
         main(["train", "a.yaml"])
 
@@ -312,7 +312,7 @@ def test_torchrun_is_told_the_reason_for_its_last_lines(
     assert f"{shown[-2]}\n" == f"  traceback : {capsys.readouterr().err}" and set(shown[-1]) == {"="}
     ended = types.SimpleNamespace(exit_code=75)
     stopped = types.SimpleNamespace(main=lambda recipe, layout, from_user: ended)
-    monkeypatch.setitem(sys.modules, "sft.trainer", stopped)
+    monkeypatch.setitem(sys.modules, "sft.api.rank", stopped)
     assert main(["train", "a.yaml"]) == 75
     assert "The same command resumes the run." in (folder / "error.json").read_text()
 

@@ -312,7 +312,7 @@ def test_commands_download_the_weights_that_they_use(
     Path("adapter/adapter_config.json").write_text("{}")
     chats(tmp_path, 8)
     done = SimpleNamespace(exit_code=0)
-    for module, ended in (("trainer", done), ("evaluate", 0)):
+    for module, ended in (("api.rank", done), ("evaluate.held_out", 0)):
         monkeypatch.setitem(sys.modules, f"sft.{module}", SimpleNamespace(main=lambda *_, ended=ended: ended))
     asked = SimpleNamespace(run=lambda *_, **__: None)
     report = SimpleNamespace(check_path=lambda _: None, publish=lambda *_: 0)

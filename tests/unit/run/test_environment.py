@@ -211,7 +211,7 @@ def test_it_is_set_before_anything_that_may_start_cuda_is_imported(tmp_path: Pat
 import sys
 from sft import cli
 from sft.run import environment
-heavy = ("megatron", "transformer_engine", "sft.mcore", "sft.trainer")
+heavy = ("megatron", "transformer_engine", "sft.mcore", "sft.api.rank", "sft.trainer")
 environment.prepare = lambda config, layout: sys.exit(str([name for name in heavy if name in sys.modules]))
 for words in (["train"], ["probe", "leak"]):
     try:

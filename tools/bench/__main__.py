@@ -22,15 +22,12 @@ SUBJECTS = {
     "loss_head": "the loss and its gradients, compared with those of torch: time, memory, FLOPs",
     "attention": "attention over packed documents: every kernel, on one device and as the ranks of a cp group",
     "kernels": "every attention kernel for every kind of layer: TFLOP/s, and the error against float64",
-    "delta_rule": "the gated delta rule, compared with transformers: time and saved bytes",
     "delta_passes": "the passes of the gated delta rule on a rank of a cp group: time, work and launches",
     "step": "whole training steps on one GPU: tokens/s, MFU, memory, share of the roofline",
     "longest": "the longest context that fits into memory, found by running steps",
     "dynamic_cp": "a CP size for each pack, compared with a fixed size and with megatron-core's scheduler",
     "checkpoint": "time of saves and loads and stalls of training, compared with torch.save and torch.load",
     "recompute": "whole steps with each train.recompute on a CPU: ratios of times and of counted FLOPs",
-    "trees": "a trace of an agent as a tree of turns, compared with separate samples: tokens, FLOPs, time",
-    "load_hf": "weights read straight from a Hugging Face folder, compared with safetensors.torch.load_file",
 }
 
 

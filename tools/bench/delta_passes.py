@@ -24,7 +24,6 @@ from sft.mcore.linear_attention.fla_kernel import FlaKernel
 from sft.mcore.linear_attention.recurrence import Fragments
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 from tools.bench.clock import medians, time_on
-from tools.bench.delta_rule import random_inputs
 from tools.bench.harness import Column, Option, Row, Subject
 from tools.bench.mixes import read_length
 
@@ -33,6 +32,19 @@ KERNELS: dict[str, Callable[[], DeltaKernel]] = {
     "torch": lambda: TorchDeltaKernel(),
 }
 PASSES = ("forward", "backward")
+
+
+def random_inputs(tokens: int, options: argparse.Namespace) -> Inputs:
+    device, dtype = options.device, torch.float32 if options.device.type == "cpu" else torch.bfloat16
+    generator = torch.Generator(device).manual_seed(0)
+    keys, values, width = options.key_heads, options.value_heads, options.head_dim
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(tokens, *shape, device=device, generator=generator)
+
+    q, k, v, beta = randn(keys, width), randn(keys, width), randn(values, width), randn(values).sigmoid()
+    tensors = *(x.to(dtype) for x in (q, k, v)), -torch.exp(randn(values) - 3), beta.to(dtype)
+    return Inputs(*(x.requires_grad_() for x in tensors))
 
 
 def read_case(text: str) -> tuple[int, int]:

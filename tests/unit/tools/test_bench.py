@@ -19,19 +19,16 @@ NUM_ROWS = {  # number of rows of a tiny run
     "loss_head": 21,
     "attention": 10,
     "kernels": 18,
-    "delta_rule": 5,
     "delta_passes": 3,
     "step": 2,
     "longest": 1,
     "dynamic_cp": 1,
     "checkpoint": 11,
     "recompute": 3,
-    "trees": 2,
-    "load_hf": 8,
 }
-NUM_ABSENT = {"attention": 2, "delta_rule": 1, "kernels": 15, "delta_passes": 1}  # rows of kernels that need CUDA
-# Beside `step`, or with tests of their own; `make gpu-hour GPU_HOUR=--tiny`, a part of CI, runs them all but load_hf.
-SLOW = ["longest", "checkpoint", "load_hf", "loss_head", "attention", "kernels", "delta_passes"]
+NUM_ABSENT = {"attention": 2, "kernels": 15, "delta_passes": 1}  # rows of kernels that need CUDA
+# Beside `step`, or with tests of their own; `make gpu-hour GPU_HOUR=--tiny`, a part of CI, runs them all.
+SLOW = ["longest", "checkpoint", "loss_head", "attention", "kernels", "delta_passes"]
 IN_TURN = """
 import sys
 from tools.bench.__main__ import main
@@ -121,8 +118,6 @@ def test_every_subject_says_what_it_takes(capsys: pytest.CaptureFixture[str]) ->
         ("longest --device cpu --cases tiny", "--memory must set the limit of the search"),
         ("checkpoint --folder /does/not/exist", "is not a folder"),
         ("checkpoint --ranks 0", "must be at least 1"),
-        ("load_hf --folder /does/not/exist", "is not a folder"),
-        ("load_hf --gib nan", "--repeats 3 must be at least 1, and --gib nan above 0"),
         ("dynamic_cp --cases poems:llama-8b:8x2:4", "is not one of chat, longmix, agent, "),
     ],
 )
@@ -138,7 +133,7 @@ def test_what_cannot_be_measured(arguments: str, message: str, capsys: pytest.Ca
 
 @pytest.fixture
 def subject(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """`delta_rule` becomes another subject, with cases a, b and c.  Returns the list of measured cases."""
+    """`recompute` becomes another subject, with cases a, b and c.  Returns the list of measured cases."""
     measured: list[str] = []
 
     def measure(case: str, options: argparse.Namespace) -> Iterator[Row]:
@@ -166,7 +161,7 @@ def subject(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_table_its_notes_and_its_bars(subject: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert bench.main(["delta_rule", "--check", "--json", str(tmp_path / "rows.jsonl")]) == 1
+    assert bench.main(["recompute", "--check", "--json", str(tmp_path / "rows.jsonl")]) == 1
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[4] == "| case | ms | MiB |"
     assert lines[6:10] == [
@@ -183,23 +178,23 @@ def test_a_table_its_notes_and_its_bars(subject: list[str], capsys: pytest.Captu
         "not measured b",
         "1 of 4 bars met, 1 missed",
     ]
-    assert bench.main(["delta_rule"]) == 0  # bars are judged only with --judge
-    assert bench.main(["delta_rule", "--cases", "a", "--check"]) == 0
-    assert bench.main(["delta_rule", "--judge", str(tmp_path / "rows.jsonl")]) == 1
+    assert bench.main(["recompute"]) == 0  # bars are judged only with --judge
+    assert bench.main(["recompute", "--cases", "a", "--check"]) == 0
+    assert bench.main(["recompute", "--judge", str(tmp_path / "rows.jsonl")]) == 1
     assert subject == ["a", "b", "a", "b", "a"]
 
 
 def test_a_failure_and_a_refusal_are_exit_codes(subject: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main(["delta_rule", "--fail", "--cases", "a"]) == 1
-    assert bench.main(["delta_rule", "--cases", "c,a"]) == 2
-    assert capsys.readouterr().err == "delta_rule: c is wrong\n" and subject == ["a", "c"]
+    assert bench.main(["recompute", "--fail", "--cases", "a"]) == 1
+    assert bench.main(["recompute", "--cases", "c,a"]) == 2
+    assert capsys.readouterr().err == "recompute: c is wrong\n" and subject == ["a", "c"]
 
 
 @pytest.mark.usefixtures("subject")
 def test_tiny_sizes_are_defaults_that_can_be_changed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (bench.parse(["delta_rule"]).size, bench.parse(["delta_rule", "--tiny"]).size) == (100, 7)
-    options = bench.parse(["delta_rule", "--tiny", "--size", "8"])
+    assert (bench.parse(["recompute"]).size, bench.parse(["recompute", "--tiny"]).size) == (100, 7)
+    options = bench.parse(["recompute", "--tiny", "--size", "8"])
     assert (options.size, options.names) == (8, ["a"])
     with pytest.raises(SystemExit):
-        bench.parse(["delta_rule", "--help"])
+        bench.parse(["recompute", "--help"])
     assert "in % (100)" in capsys.readouterr().out

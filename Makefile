@@ -10,8 +10,9 @@ TESTS ?= tests/ranks tests/faults tests/docs tests/unit
 TESTS_312 ?= tests/ranks/test_resume_layouts.py tests/ranks/test_resume.py tests/ranks/test_golden.py tests/ranks/test_interop.py \
 	tests/ranks/test_megatron_fields.py tests/unit/mcore/test_wall.py tests/unit/recipe/test_recipe.py tests/unit/data/template/test_sandbox.py \
 	tests/unit/mcore/checkpoint_io/test_safe_reader.py tests/unit/data/cache/test_encoding_version.py
-# Processes among which make test shares the test files.  Most tests of ranks keep a core busy and wait on each other.
-WORKERS ?= 2
+# Processes among which make test shares the test files.  Tests of ranks and of faults wait for each other, for disks and
+# for limits of time, so three keep two cores busy.
+WORKERS ?= 3
 SHARED_BY_FILE := --dist loadfile --no-loadscope-reorder
 PYTEST_FLAGS ?=
 CODE := sft tools tests

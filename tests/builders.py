@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,14 +84,6 @@ def chats(folder: Path, count: int, name: str = "chat.jsonl") -> None:
         for i in range(count)
     ]
     (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def commands(folder: Path) -> None:
-    """Makes a new `folder` with the programs `sft`, `torchrun` and `python` of this environment."""
-    folder.mkdir()
-    for name, words in (("sft", "-m sft"), ("torchrun", "-m torch.distributed.run"), ("python", "")):
-        (folder / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
-        (folder / name).chmod(0o755)
 
 
 def pretrained(folder: Path) -> Pretrained:

@@ -40,17 +40,18 @@ def all_cases(dimensions: Mapping[str, Sequence[Any]], rules: Sequence[Rule]) ->
 def covering_set(dimensions: Mapping[str, Sequence[Any]], rules: Sequence[Rule] = ()) -> list[Case]:
     """Cases that together contain every pair of values of the grid.  Every call returns the same cases."""
     cases = all_cases(dimensions, rules)
+    places = [np.array([values.index(case[name]) for case in cases], np.int16) for name, values in dimensions.items()]
     sizes = [len(values) for values in dimensions.values()]
-    places = np.array([[values.index(case[name]) for name, values in dimensions.items()] for case in cases])
-    first = np.cumsum([0, *(sizes[a] * sizes[b] for a, b in combinations(range(len(sizes)), 2))])
-    # [cases, pairs of dimensions]: the number of the pair of values that each case has
-    held = np.stack([places[:, a] * sizes[b] + places[:, b] for a, b in combinations(range(len(sizes)), 2)], axis=1)
-    held += first[:-1]
-    missing = np.zeros(first[-1], dtype=bool)
-    missing[held] = True
+    # [pairs of dimensions][cases]: the number of the pair of values that each case has
+    held = [places[a] * sizes[b] + places[b] for a, b in combinations(range(len(sizes)), 2)]
+    missing = [{*np.unique(numbers).tolist()} for numbers in held]
+    scores = np.full(len(cases), len(held), np.int16)  # how many missing pairs each case has
     chosen: list[Case] = []
-    while missing.any():
-        best = int(missing[held].sum(axis=1).argmax())
-        missing[held[best]] = False
+    while any(missing):
+        best = int(scores.argmax())
         chosen.append(cases[best])
+        for numbers, left in zip(held, missing):
+            if (covered := int(numbers[best])) in left:
+                left.remove(covered)
+                scores -= numbers == covered
     return chosen

@@ -38,12 +38,15 @@ optim: {{lr: 1e-3}}
 
 
 class Rank:
-    """A rank of a run, forked by the rank server.  Its output is in files of a temporary folder."""
+    """A process such as a rank of a run, forked by the rank server.  Its output is in files of a temporary folder.
 
-    def __init__(self, words: list[str], environ: dict[str, str]) -> None:
+    words: its arguments; module: the module that it runs, in the working folder or on the path of modules
+    """
+
+    def __init__(self, words: list[str], environ: dict[str, str], module: str = "sft") -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="rank-")
         self._out, self._err = (Path(self._folder.name) / name for name in ("out", "err"))
-        self.pid = rank_server().fork("sft", words, environ, out=self._out, err=self._err)
+        self.pid = rank_server().fork(module, words, environ, out=self._out, err=self._err)
 
     def poll(self) -> int | None:
         """The exit code, or None while it runs."""
@@ -109,7 +112,11 @@ def kill(ranks: list[Rank]) -> list[tuple[str, str]]:
 
 def start(folder: Path, overrides: list[str], world_size: int = 2) -> list[tuple[int, str, str]]:
     """Runs all ranks to the end.  Returns (exit code, stdout, stderr) of each rank."""
-    ranks = launch(folder, overrides, world_size)
+    return ended(launch(folder, overrides, world_size))
+
+
+def ended(ranks: list[Rank]) -> list[tuple[int, str, str]]:
+    """Waits for all ranks.  Returns (exit code, stdout, stderr) of each rank."""
     try:
         deadline = time.monotonic() + TIMEOUT_S
         while None in (codes := [rank.poll() for rank in ranks]):

@@ -58,12 +58,22 @@ class RankServer:
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"
 
-    def fork(self, module: str, words: Sequence[str], environ: Mapping[str, str], *, out: Path, err: Path) -> int:
-        """Start `python -m module words` in the working folder of the caller.  Returns the pid.
+    def fork(
+        self,
+        module: str,
+        words: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        out: Path | str,
+        err: Path | str,
+        folder: str | None = None,
+        python: str = sys.executable,
+    ) -> int:
+        """Start `python -m module words` in `folder`; None: the working folder of the caller.  Returns the pid.
 
-        The output of the process is appended to the files `out` and `err`.
+        The output of the process is appended to the files `out` and `err`.  python: `sys.executable` of the process
         """
-        files = {"out": str(out), "err": str(err), "folder": os.getcwd()}
+        files = {"out": str(out), "err": str(err), "folder": folder or os.getcwd(), "python": python}
         return int(self._ask(module=module, words=[*words], environ={**environ}, **files))
 
     def code(self, pid: int) -> int | None:
@@ -98,7 +108,7 @@ def serve() -> None:
     """Answer requests until the end of stdin."""
     import torch.utils.tensorboard  # noqa: F401
 
-    import sft.trainer  # noqa: F401
+    import sft.api.rank  # noqa: F401
 
     assert os.listdir("/proc/self/task") == [str(os.getpid())], "a fork has none of the other threads"
     gc.freeze()  # after this, a fork copies fewer pages
@@ -123,12 +133,20 @@ def _become(request: dict[str, Any]) -> None:
         for number, path in ((0, os.devnull), (1, request["out"]), (2, request["err"])):
             flags = os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND
             os.dup2(os.open(path, flags, 0o644), number)
+        # the server's streams may be of a file, and take a pipe for one, too
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", 1, errors="backslashreplace", closefd=False)
         os.environ.clear()
         os.environ.update(request["environ"])
-        sys.argv, sys.path[0] = ["sft", *request["words"]], request["folder"]
+        sys.argv, sys.path[0], sys.executable = ["sft", *request["words"]], request["folder"], request["python"]
         # otherwise all ranks would draw the same unseeded numbers, and so would a run and its continuation
         np.random.seed()
-        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+        code = 0
+        try:
+            runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1 if end.code else 0
+        sys.stdout.flush()
+        os._exit(code)
     except BaseException:
         traceback.print_exc()
     finally:

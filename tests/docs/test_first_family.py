@@ -1,16 +1,15 @@
 """docs/start/first-family.md adds a family: this test applies its edits and its command, word for word, to a copy of
 the tree."""
 
-import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.docs.blocks import ROOT
+from tests.mutations.warm_pytest import run_pytest
 
 PAGE = (ROOT / "docs/start/first-family.md").read_text(encoding="utf-8")
 COPIED = ("sft", "tests", "tools", "docs/reference")
@@ -52,10 +51,11 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(root: Path, command: str) -> tuple[int, str]:
     """The exit code and the output of a pytest command in `root`."""
-    words = f"exec {sys.executable} -m pytest -q -p no:cacheprovider {command}"
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(["bash", "-c", words], cwd=root, env=environment, capture_output=True, text=True, timeout=600)
-    return done.returncode, done.stdout + done.stderr
+    expand = ["bash", "-c", f"printf '%s\\n' {command}"]
+    words = subprocess.run(expand, capture_output=True, text=True, check=True).stdout
+    outcome = run_pytest(root, words.splitlines(), limit_s=600)
+    assert outcome.code is not None, outcome.why_ended
+    return outcome.code, outcome.output
 
 
 def test_the_page_adds_a_family_that_the_tree_lacks(copy: Path) -> None:

@@ -19,7 +19,7 @@ import yaml
 
 from sft.errors import ConfigError
 from sft.recipe.load import parse_recipe
-from tests import builders
+from tests import builders, warm_commands
 from tests.docs.blocks import LANGUAGES, ROOT, TINY, Block, blocks, check, commands
 from tests.kernels import changed
 
@@ -82,7 +82,7 @@ def prepare(folder: Path, tiny: Path | None) -> None:
     mark."""
     if tiny is not None:
         shutil.copytree(tiny, folder, dirs_exist_ok=True)
-    builders.commands(folder / ".bin")
+    warm_commands.commands(folder / ".bin")
 
 
 def waiting(files: Collection[str], day: int) -> list[str]:

@@ -40,24 +40,26 @@ def rope(kind: str, theta: float, **more: float) -> dict[str, Any]:
     return dict(rope_parameters={"rope_type": kind, "rope_theta": theta, **original, **more})
 
 
+# A family whose rules are those of another family, and a language model of a checkpoint with a vision tower, have no
+# layouts of their own in CI: their weights are divided by code that a case above or below covers.
 CASES: dict[str, Case] = {
     "llama": Case(dict(family="llama", rms_norm_eps=1e-5), "cp"),
     "llama all heads": Case(dict(family="llama", num_key_value_heads=8, tied=True), "tp_whole", "cp pp"),
     "llama_biased": Case(dict(family="llama", attention_bias=True, mlp_bias=True), "tp_whole_cp+full"),
-    "mistral": Case(dict(family="mistral"), "pp"),
+    "mistral": Case(dict(family="mistral")),
     "qwen2": Case(dict(family="qwen2"), "cp"),
     "qwen3 tied": Case(dict(family="qwen3", tied=True), "tp_whole"),
     # The settings of the models that Qwen released.
     "qwen3 moe": Case(dict(family="qwen3_moe", norm_topk_prob=True), "cp_ep", MIXTURE),
     "qwen3 moe, weights of the softmax": Case(dict(family="qwen3_moe", tied=True), "", MIXTURE),
     "mixtral": Case(dict(family="mixtral"), "tp_ep", MIXTURE),
-    "seed oss": Case(dict(family="seed_oss"), "pp"),
+    "seed oss": Case(dict(family="seed_oss")),
     "phi 4": Case(dict(family="phi3", rms_norm_eps=1e-5), "cp"),
-    "linear positions": Case(dict(family="llama", **rope("linear", 1e4, factor=4.0)), "tp_whole"),
+    "linear positions": Case(dict(family="llama", **rope("linear", 1e4, factor=4.0))),
     "llama3 positions": Case(
-        dict(family="llama", **rope("llama3", 5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)), "pp"
+        dict(family="llama", **rope("llama3", 5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0))
     ),
-    "yarn": Case(dict(family="qwen2", **rope("yarn", 1e6, factor=4.0)), "cp"),
+    "yarn": Case(dict(family="qwen2", **rope("yarn", 1e6, factor=4.0))),
     "yarn with everything set": Case(
         dict(family="llama", **rope("yarn", 1e4, factor=4.0, beta_fast=8.0, beta_slow=0.5, attention_factor=1.3)),
         "tp_whole",
@@ -92,8 +94,8 @@ CASES: dict[str, Case] = {
     "olmo2": Case(dict(family="olmo2"), "tp tp_cp+selective", f"{DENSE} tp_tiles"),
     "olmo3": Case(dict(family="olmo3", **FOUR_KINDS), "tp_cp+selective", DENSE + DEEP),
     "gemma": Case(dict(family="gemma", tied=True), "tp_cp+selective"),
-    "cwm": Case(dict(family="cwm"), "tp_cp+selective"),
-    "ministral": Case(dict(family="ministral", **FOUR_KINDS), "pp"),
+    "cwm": Case(dict(family="cwm")),
+    "ministral": Case(dict(family="ministral", **FOUR_KINDS)),
     "gemma2": Case(
         dict(family="gemma2", tied=True, num_hidden_layers=4),
         "tp_virtual cp4+selective",
@@ -195,7 +197,7 @@ CASES: dict[str, Case] = {
         "one+selective tp_ep pp_cp+full",
         f"{MIXTURE} dp_sharded tp4 cp_dp",
     ),
-    "flash": Case(dict(family="glm4_moe_lite"), "cp_ep+selective", MIXTURE),
+    "flash": Case(dict(family="glm4_moe_lite"), "", MIXTURE),
     "mistral4": Case(dict(family="mistral4"), "tp_cp_ep pp_cp+full", f"{MIXTURE} dp_sharded tp_dp"),
     # A latent has 84 elements; keys and values of a rank have 136 elements with tp 1, and 68 with tp 2.
     "wide": Case(
@@ -204,22 +206,22 @@ CASES: dict[str, Case] = {
         "cp+selective tp tp_dp tp_pp+selective",
     ),
     # Language models in a checkpoint with a vision tower, on text.
-    "qwen2_vl": Case(dict(family="qwen2_vl with flat keys"), "pp"),
+    "qwen2_vl": Case(dict(family="qwen2_vl with flat keys")),
     "qwen2_5_vl, flat": Case(dict(family="qwen2_5_vl with flat keys"), "", "tp_whole"),
-    "qwen2_5_vl": Case(dict(family="qwen2_5_vl"), "cp"),
+    "qwen2_5_vl": Case(dict(family="qwen2_5_vl")),
     "qwen3_vl": Case(dict(family="qwen3_vl"), "tp"),
     "qwen3_vl_moe, released": Case(dict(family="qwen3_vl_moe as released"), "tp_ep", MIXTURE),
     "qwen3_vl_moe": Case(dict(family="qwen3_vl_moe"), "cp_ep", ""),
-    "mistral3": Case(dict(family="mistral3", tied=True), "pp"),
-    "mistral3/ministral3": Case(dict(family="mistral3/ministral3"), "cp"),
+    "mistral3": Case(dict(family="mistral3", tied=True)),
+    "mistral3/ministral3": Case(dict(family="mistral3/ministral3")),
     "mistral3/mistral4": Case(dict(family="mistral3/mistral4"), "", "cp_ep"),
-    "gemma3_vision": Case(dict(family="gemma3", tied=True), "pp"),
+    "gemma3_vision": Case(dict(family="gemma3", tied=True)),
     "gemma4_vision": Case(dict(family="gemma4", tied=True), "ep", MIXTURE),
-    "gemma4_unified": Case(dict(family="gemma4_unified"), "cp"),
-    "qwen3_5_vision": Case(dict(family="qwen3_5", seed=3), "cp"),
+    "gemma4_unified": Case(dict(family="gemma4_unified")),
+    "qwen3_5_vision": Case(dict(family="qwen3_5", seed=3)),
     "qwen3_5_moe_vision": Case(dict(family="qwen3_5_moe"), "", "ep"),
-    "exaone4_5": Case(dict(family="exaone4_5"), "cp"),
-    "kimi_k25": Case(dict(family="kimi_k25"), "cp_ep", MIXTURE),
+    "exaone4_5": Case(dict(family="exaone4_5")),
+    "kimi_k25": Case(dict(family="kimi_k25"), "", MIXTURE),
     "muse_glimmer": Case(
         dict(family="muse_glimmer"), "tp_cp+selective tp_virtual", f"{DENSE + DEEP} tp_tiles cp_dp tp_dp"
     ),

@@ -2,16 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.builders import chats
-from tests.launching import RECIPE, environments, records, start
+from tests.launching import RECIPE, Rank, ended, environments, records, start
 
-ROOT = Path(__file__).resolve().parents[2]
 # A notebook: each entry is a cell.
 ALONE = """
 import json, os, signal, sys
@@ -50,30 +47,27 @@ except sft.SftError as error:
 
 
 @pytest.mark.slow
-def test_a_notebook_and_ranks_of_torchrun_train_as_the_command_does(tmp_path: Path) -> None:
+def test_a_notebook_and_ranks_of_torchrun_train_as_the_command_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chats(tmp_path, 8)
     # The command on two ranks prepares the data and writes the recipe.
     assert [code for code, _, _ in start(tmp_path, [])] == [0, 0]
     expected = [record["lm loss"] for record in records(tmp_path, "train")]
 
-    run = [sys.executable, "-c", RANKED]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ranks = [
-        subprocess.Popen(run, cwd=tmp_path, env={**environment, **env}, stdout=-1, stderr=-1, text=True)
-        for env in environments(2)
-    ]
-    outputs = [rank.communicate(timeout=900) for rank in ranks]
-    told = [out.partition("ENDED ")[2].strip() for out, _ in outputs]
+    (tmp_path / "ranked.py").write_text(RANKED)
+    monkeypatch.chdir(tmp_path)
+    outputs = ended([Rank([], {**os.environ, **env}, "ranked") for env in environments(2)])
+    told = [out.partition("ENDED ")[2].strip() for _, out, _ in outputs]
     assert told == [f"2 True {expected[-1]!r} True"] * 2, outputs
 
     (tmp_path / "alone").mkdir()
     chats(tmp_path / "alone", 8)
     (tmp_path / "alone/recipe.yaml").write_text(RECIPE.format(folder=tmp_path / "alone"))
-    program = [sys.executable, "-c", ALONE, str(tmp_path / "alone")]
-    alone = subprocess.run(
-        program, cwd=tmp_path / "alone", env=environment, capture_output=True, text=True, timeout=900
-    )
-    assert alone.returncode == 0, alone.stdout + alone.stderr
+    (tmp_path / "alone/notebook.py").write_text(ALONE)
+    monkeypatch.chdir(tmp_path / "alone")
+    ((code, out, err),) = ended([Rank([str(tmp_path / "alone")], {**os.environ}, "notebook")])
+    assert code == 0, out + err
     facts = json.loads((tmp_path / "alone/facts.json").read_text())
     assert facts["first"][:3] == [2, 2, None] and facts["first"][3] == pytest.approx(expected[-1], rel=1e-6)  # cp 1
     assert facts["again"] == [2, True, None]

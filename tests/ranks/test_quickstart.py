@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from sft.cli import main
-from tests.builders import chats, commands
+from tests.builders import chats
 from tests.unit.fixtures.hub import environment, serving
+from tests.warm_commands import commands
 from tools.make_tiny_model import TEMPLATE
 
 ROOT = Path(__file__).resolve().parents[2]

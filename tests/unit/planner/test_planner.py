@@ -132,7 +132,7 @@ def test_1024_gpus_take_few_predictions() -> None:
     _, task = task_of(QWEN_30B, 262144, packs=64, lengths=MIXED)
     search = Search(task, 1024)
     assert search.best(5)
-    assert len(search._predicted._times) + len(search._predicted._memories) < MOST_PREDICTIONS
+    assert len(search._predicted._times) + len(search._predicted.memories) < MOST_PREDICTIONS
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_positions_beyond_those_of_the_model_are_scaled() -> None:
 
 
 def test_what_is_no_model() -> None:
-    with pytest.raises(ConfigError, match="Give --seq-length"):
+    with pytest.raises(ConfigError, match="Give seq_length"):
         recipe_of(QWEN_8B)
     with pytest.raises(ConfigError, match="neither a recipe"):
         recipe_of("./nothing", seq_length=4096)

@@ -3,15 +3,15 @@
 The others, which count memory and waits of a GPU, run on the stand-in (tests/standin/test_runs.py).
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.mutations.warm_pytest import run_pytest
+
 ROOT = Path(__file__).resolve().parents[3]
 ON_STANDIN = "leaves_the_device"
+TIMEOUT_S = 1200  # of a file; on an idle machine a file takes 15 s
 ONE_OF_MANY = "(many and cp2)"  # mixes of documents and sizes of cp
 RUNS = {  # file -> (-k, number of tests that pass)
     # 12 kinds of heads by the replacement of torch's kernel, 12 with branches, 3 by tiles in bf16, 7 that another
@@ -26,13 +26,6 @@ RUNS = {  # file -> (-k, number of tests that pass)
 @pytest.mark.parametrize("file", RUNS)
 def test_tests_of_gpus_pass(file: str) -> None:
     chosen, num_passed = RUNS[file]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.gpu.on_cpu"]
-        + ["-n0", f"tests/gpu/{file}", "-k", chosen],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
-    said = done.stdout[-6000:] + done.stderr
-    assert done.returncode == 0 and f"\n{num_passed} passed" in done.stdout, said
+    words = ["-p", "tests.gpu.on_cpu", "-n0", f"tests/gpu/{file}", *(["-k", chosen] if chosen else [])]
+    outcome = run_pytest(ROOT, words, limit_s=TIMEOUT_S)
+    assert outcome.passed and f"\n{num_passed} passed" in outcome.output, outcome.failures

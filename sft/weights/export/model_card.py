@@ -18,6 +18,11 @@ from sft.weights.serving.served import Record
 NAME = "README.md"
 _ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 _METRICS = ("lm loss", "perplexity/avg", "token accuracy")
+_OF_WEIGHTS = (
+    "model.hf",
+    "model.base_dtype",
+    "model.init_from",
+)  # keys of the model that do not follow from config.json
 
 
 def write_model_card(
@@ -107,7 +112,7 @@ def _recipe(recipe: Mapping[str, Any], served: Record | None) -> list[str]:
     return [
         f"{key}: {yaml.write(value)}"
         for key, value in recipe.items()
-        if not (key.startswith("model.") and key not in ("model.hf", "model.init_from"))
+        if not (key.startswith("model.") and key not in ("model.hf", "model.base_dtype", "model.init_from"))
         and (key if key in schema else in_schema(key)) in schema
         and value != schema[key if key in schema else in_schema(key)].get_default(call_default_factory=True)
     ]

@@ -64,11 +64,12 @@ def test_adapted_weights_are_rounded_once_and_others_not_at_all(
     source = models.save(tmp_path / "source", family, tied=tied, dtype=dtype)
     if tied:  # as in old files
         hf.rewrite(source, **{"lm_head/weight": hf.tensors(source)["model.embed_tokens.weight"].clone()})
-    factors = trained(tmp_path / "run", source)
+    factors = trained(tmp_path / "run", source, **{"model.base_dtype": "as_stored"})
     export_hf(tmp_path / "run", tmp_path / "merged", QUIET)
     check_merged(hf.tensors(source), hf.tensors(tmp_path / "merged"), factors, dtype)
     assert (tmp_path / "merged/config.json").read_bytes() == (source / "config.json").read_bytes()
-    assert "hold the LoRA adapters of" in (tmp_path / "merged/README.md").read_text()
+    card = (tmp_path / "merged/README.md").read_text()
+    assert "hold the LoRA adapters of" in card and "\nmodel.base_dtype: as_stored\n" in card
     export_hf(tmp_path / "run", tmp_path / "wide", QUIET, dtype="float32")
     wide = {name: tensor.float() for name, tensor in hf.tensors(source).items()}
     check = {name: tensor for name, tensor in hf.tensors(tmp_path / "wide").items()}

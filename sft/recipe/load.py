@@ -112,7 +112,7 @@ class _Draft:
             key = self._current_name(prefix + name, origin)
             is_source = keys.is_source(key)
             if key == NAMED:
-                self._forget_sources()
+                self._forget(NAMED)
             if prefix == f"{NAMED}." and not _NAME.fullmatch(name):
                 self.meant.add(NAMED)
                 rule = f"is not a valid name of a source in {NAMED}; use letters, digits, - and _."
@@ -164,10 +164,10 @@ class _Draft:
             if name != key
         ]
 
-    def _forget_sources(self) -> None:
-        """Remove all values of data.train, a list or named sources, because a later setting replaces them."""
+    def _forget(self, group: str) -> None:
+        """Remove the values of `group` and of all keys below it, because a later setting replaces them."""
         for known in (self.values, self.origins):
-            for key in [key for key in known if key == NAMED or named(key)]:
+            for key in [key for key in known if key == group or key.startswith(f"{group}.")]:
                 del known[key]
 
     def take_override(self, override: str) -> None:
@@ -184,6 +184,9 @@ class _Draft:
                 value = yaml.read(text, str(origin)) if text[0] in "[{\"'" else yaml.scalar(text)
             except ConfigError as unreadable:
                 self._note(origin, str(unreadable))
+                return
+            if value is None and key in sections():  # unsets the group
+                self._forget(key)
             else:
                 self.take(group + dot, Pairs([(name, 0, value)]), lambda _: origin)
 

@@ -202,6 +202,14 @@ def test_an_empty_group_is_a_group_of_defaults() -> None:
     assert parse_recipe(RECIPE + "log:\nparallel: {}\n", "a.yaml").config == parsed().config
 
 
+def test_null_unsets_a_group() -> None:
+    given = ["lora.rank=4", "lora.alpha=8", "loss.distill.temperature=2.0", "loss.z_loss_coef=1e-4"]
+    found = parsed(*given, "lora=null", "loss.distill=null", "lora.rslora=false").config
+    assert (found.lora.rank, found.lora.alpha) == (None, 32.0)
+    assert (found.loss.distill.temperature, found.loss.z_loss_coef) == (1.0, 1e-4)
+    assert "train.global_batch_size is missing" in refusal_lines(RECIPE, "train=null")[0]
+
+
 def test_megatron_fields_of_the_file_and_the_command_line_are_merged() -> None:
     text = RECIPE.replace(
         "model:\n", "model:\n  moe: {num_experts: 4, top_k: 2}\n  megatron: {moe_permute_fusion: false}\n"

@@ -54,15 +54,9 @@ class NormedRouter(Router):
         for scale in (self.input_scale, self.expert_scale):
             scale.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def _logits(self, tokens: Tensor, weight: Tensor | None = None) -> Tensor:
-        """[t, h] -> [t, experts].  `weight` is not used.
-
-        The input's scale is multiplied into the columns of the router's weight, so that backward needs no scaled copy
-        of the norm's output.
-        """
-        own = wide(self.weight)
-        own = own * (self.input_scale.to(own.dtype) / math.sqrt(tokens.shape[-1]))
-        return super()._logits(self.norm(tokens), own)
+    def _logits(self, tokens: Tensor, scale: Tensor | None = None) -> Tensor:
+        """[t, h] -> [t, experts].  `scale` is not used: the factors of the norm's output are input_scale / sqrt(h)."""
+        return super()._logits(self.norm(tokens), wide(self.input_scale) / math.sqrt(tokens.shape[-1]))
 
     def _scaled(self, routing: Routing) -> Routing:
         return Routing(routing.weights * self.expert_scale.to(routing.weights.dtype), routing.chosen)

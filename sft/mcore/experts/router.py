@@ -66,7 +66,7 @@ class Router(TopKRouter):
         if moe.correction_bias:
             del self.expert_bias  # core's name, under which checkpoints hold it
             self.register_buffer("expert_bias", self.weight.new_zeros(self.num_experts, dtype=torch.float32))
-        self.adapter: Any = None  # a module: tokens [t, h] -> a term of the logits [t, experts]; None: there is none
+        self.adapter: Any = None  # `RouterAdapter`, if LoRA adapts this router
         self.loss_scale = 1.0  # argument of `begin` for the current step
         self.totals: Tensor | None = None  # float64 [experts + 4], statistics of this rank in this step
 
@@ -101,10 +101,12 @@ class Router(TopKRouter):
             weights = self._balanced(weights, logits, routing, documents)
         return weights, sent
 
-    def _logits(self, tokens: Tensor, weight: Tensor | None = None) -> Tensor:
-        """The scores before softmax or sigmoid: [t, h] -> [t, experts].  weight: None: the router's own weight"""
-        logits: Tensor = _Logits.apply(tokens, self.weight if weight is None else weight, self.bias)
-        return logits if self.adapter is None else logits + self.adapter(tokens)
+    def _logits(self, tokens: Tensor, scale: Tensor | None = None) -> Tensor:
+        """The scores before softmax or sigmoid: [t, h] -> [t, experts].  scale: [h], factors of the tokens; None: 1"""
+        # Scaled columns of the weight spare backward a scaled copy of the tokens.
+        weight = self.weight if scale is None else self.weight.to(scale.dtype) * scale
+        logits: Tensor = _Logits.apply(tokens, weight, self.bias)
+        return logits if self.adapter is None else logits + self.adapter(tokens, scale)
 
     def _scaled(self, routing: "Routing") -> "Routing":
         """Return the routing unchanged; `NormedRouter` scales the weights of experts here."""

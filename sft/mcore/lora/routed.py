@@ -27,10 +27,16 @@ class RouterAdapter(torch.nn.Module):
         (adapter,) = weight.adapters
         self.factors, self.scale = Factors(adapter, weight, lora.rank, split, like), lora.scale
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """The term of the logits: tokens [t, h] -> [t, experts], in fp32, or in float64 if the tokens are float64."""
-        a, b = self.factors.a, self.factors.b[0]
+    def forward(self, tokens: Tensor, scale: Tensor | None = None) -> Tensor:
+        """The term of the logits: tokens [t, h] -> [t, experts], in fp32, or in float64 if the tokens are float64.
+
+        scale: [h], factors of the tokens, which are multiplied into the columns of A; None: 1
+        """
+        a: Tensor = self.factors.a
+        b: Tensor = self.factors.b[0]
         wide = wide_dtype(tokens.dtype)
+        if scale is not None:
+            a = (a.to(wide) * scale).to(tokens.dtype)
         return self.scale * ((tokens @ a.t()).to(wide) @ b.to(wide).t())
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

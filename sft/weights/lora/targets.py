@@ -81,7 +81,6 @@ def not_adaptable(model: ModelConfig) -> list[str]:
     """The value of lora.exclude with which lora.targets = all-linear works: Linears without adapters here or in PEFT.
 
     Qwen3.6-35B-A3B -> ["shared_expert_gate"]        Nemotron 3 -> ["out_proj"]
-    Gemma 4 with experts -> ["router.proj"]; "proj" alone could match other Linears
     Raises ConfigError if no family has the tensors of the model.
     """
     family = model_family(model)
@@ -92,8 +91,7 @@ def not_adaptable(model: ModelConfig) -> list[str]:
     kinds = kinds_of(family, model)
     selected = _matches(ALL_LINEAR, kinds, "lora.targets")
     refused = [name for name in selected if kinds[name] != "linear" or is_refused(name)]
-    parts = [name.split(".") for name in refused]
-    return sorted({part[-1] if "_" in part[-1] else ".".join(part[-2:]) for part in parts})
+    return sorted({name.rpartition(".")[2] for name in refused})
 
 
 def _of_linears(mappings: Iterable[TensorMapping]) -> list[TensorMapping]:
@@ -113,8 +111,6 @@ def _kinds(mappings: Iterable[TensorMapping]) -> dict[str, str]:
 
 def _kind(mapping: TensorMapping) -> str:
     """The kind of a Linear, as `kinds_of` defines it."""
-    if mapping.sources[0].name.endswith(_ROUTER):
-        return "the router multiplies with this weight in fp32, outside of a linear layer"
     if weight_of(mapping.parameter).part == "shared gate":
         return "megatron-core multiplies with this weight outside of a linear layer"
     if mapping.expert is not None:

@@ -19,7 +19,6 @@ RELEASED |= {"mistral4": "mistral_small_4 text", "kimi_k25": "kimi_k2_5"}
 REFUSED_BY_LORA = {
     "the files of this model hold gate and up of all experts in two tensors, and PEFT adapts both as one": "experts",
     "megatron-core multiplies with this weight outside of a linear layer": "`shared_expert_gate`",
-    "the router multiplies with this weight in fp32, outside of a linear layer": "router",
 }
 
 

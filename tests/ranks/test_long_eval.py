@@ -60,7 +60,16 @@ def test_the_scores_are_those_of_transformers(alone: dict[str, Any], recipe: Pat
         assert (question["tokens"], question["prompt"]) == (len(answer), fact.start)
 
 
-@pytest.mark.parametrize("layout", [[], [ONE, *SP], [ONE, *PP], [ONE]], ids=["cp 2", "tp 2", "pp 2", "dp 2"])
+LAYOUTS = {
+    "cp 2": [],
+    "dynamic cp 2": ["parallel.dynamic_cp=true"],
+    "tp 2": [ONE, *SP],
+    "pp 2": [ONE, *PP],
+    "dp 2": [ONE, "data.pad_to_seq_length=true"],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_other_layouts_differ_by_rounding(ranks: Ranks, recipe: Path, alone: dict[str, Any], layout: list[str]) -> None:
     found = scored(ranks(2), recipe, *ASKED, *layout, "train.global_batch_size=2", "--long")["long"]
     assert found["digest"] == alone["long"]["digest"]

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sft.data import limited
 from sft.data.chat.encode_chat import encode_chat
 from sft.data.chat.reading import Reading
 from sft.data.chat.render import prepared, render_chat
@@ -55,8 +56,7 @@ def without_thinking(tokenizer: ChatTokenizer) -> ChatTokenizer:
     switches = {} if name is None else {name: SWITCHES[name]}
     template = replace(tokenizer.template, switches={**tokenizer.template.switches, **switches})
     asking = replace(tokenizer, chat_template=template)
-    _check_characters(asking)
-    _check_prompt(asking)
+    limited.call(f"chat template {template.name}", _check, asking)
     return asking
 
 
@@ -96,6 +96,12 @@ def _answer_ids(answer: str, tokenizer: FolderTokenizer) -> np.ndarray:
 
 def _chat(question: str, answer: str) -> Chat:
     return Chat([{"role": "user", "content": question}, {"role": "assistant", "content": answer}], None)
+
+
+def _check(tokenizer: FolderTokenizer) -> None:
+    """Raises the errors of `without_thinking`.  Called in a process with limits, because it runs the template."""
+    _check_characters(tokenizer)
+    _check_prompt(tokenizer)
 
 
 def _check_prompt(tokenizer: FolderTokenizer) -> None:

@@ -8,8 +8,8 @@ from pydantic import Field
 from sft.config.section import NonNegative, Positive, Section
 
 LongTask = Literal[
-    *("needle", "needles", "keys", "values", "association", "tracing", "counting", "documents", "code", "records")
-]
+    "needle", "needles", "keys", "values", "association", "tracing", "counting", "documents", "code", "records"
+]  # fmt: skip
 
 
 class LongConfig(Section):

@@ -5,6 +5,9 @@ from sft.config.weight_format import NF4, WeightFormat
 from sft.layers.kinds import all_layer_groups
 from sft.layers.weights import sizes_of
 
+# Experts in low bits are dequantised together up to this size, which keeps a kernel for all their rows busy.
+GROUP_BYTES = 512 << 20
+
 
 def weight_format(model: ModelConfig) -> WeightFormat | None:
     """The format of frozen weights in low bits; None: they have the precision of the run, or the files are not known"""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from sft.config import Config, divisors
 from sft.layers.kinds import LayerGroup
 from sft.layers.split_sizes import SplitSizes
+from sft.parallel.scales import divided_scales
 
 if TYPE_CHECKING:
     import numpy as np  # only for types: mistakes in a recipe are reported before numpy is imported
@@ -35,8 +36,7 @@ def aligned(length: Lengths, doc_multiple: int) -> Lengths:
 
     aligned(33, 32) -> 64        aligned(np.array([1, 32, 33]), 32) -> [32, 32, 64]
 
-    Truncation, planner and packer all use this function.  A packer that used real lengths would overfill packs: 992
-    documents of 33 tokens have 32,736 real tokens, but 63,488 padded tokens with doc_multiple 64.
+    Truncation, planner and packer all use this function.  A packer that used real lengths would overfill packs.
     """
     return -(-length // doc_multiple) * doc_multiple
 
@@ -62,6 +62,7 @@ def misfits(config: Config, world_size: int) -> list[str]:
     return [
         *_ranks(config, sizes, world_size),
         *_tensor(config, sizes),
+        *divided_scales(config),
         *_pipeline(config),
         *_experts(config, world_size),
         *_shards(config, world_size),
@@ -78,8 +79,7 @@ def smallest_world(config: Config) -> int:
 
 def _ranks(config: Config, sizes: SplitSizes, world_size: int) -> Iterator[str]:
     ranks = {"tp": config.parallel.tp, "cp": config.parallel.cp, "pp": config.parallel.pp}
-    total = smallest_world(config)
-    if world_size % total == 0:
+    if world_size % (total := smallest_world(config)) == 0:
         return
     singular, plural = ("process", "processes") if config.run.device == "cpu" else ("GPU", "GPUs")
     have = f"{world_size} {singular if world_size == 1 else plural}"

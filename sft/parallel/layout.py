@@ -14,7 +14,6 @@ from sft.errors import ConfigError
 from sft.layers.rank_share import FP32, RankShare
 from sft.parallel.alignment import FP8_TOKENS, misfits, pack_multiple, smallest_world
 from sft.parallel.cp_group import cp_sizes
-from sft.parallel.scales import divided_scales
 
 # In a flat buffer of sharded weights, each weight and the shard of each rank begin at a multiple of this number of
 # elements.  Kernels read weights in vectors of up to 16 bytes, and core aligns its buffers in the same way.
@@ -77,7 +76,7 @@ class Layout:
             world_size = 8, tp = 2, cp = 2, pp = 1, global_batch_size = 16
             -> dp = 2, num_microbatches = 8
         """
-        if problems := [*misfits(config, world_size), *divided_scales(config)]:
+        if problems := misfits(config, world_size):
             raise ConfigError(listed(problems))
         parallel = config.parallel
         dp = world_size // smallest_world(config)

@@ -195,7 +195,8 @@ class _Draft:
         if not isinstance(folder := self.values.get("model.hf"), str):
             return
         try:
-            self.pretrained, described = read_pretrained(folder)
+            keeps_low_bits = self.values.get("model.base_dtype") == "as_stored"
+            self.pretrained, described = read_pretrained(folder, has_format=keeps_low_bits)
         except ConfigError as wrong:
             self.meant.add("model")
             self.problems.append(

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-# Experts in low bits are dequantised together up to this size, which keeps a kernel for all their rows busy.
-GROUP_BYTES = 512 << 20
+from sft.layers.low_bits import GROUP_BYTES
+
 _ALIGNMENT = 8  # rows of bf16 matrices in the kernel start at multiples of 16 bytes
 
 

@@ -39,6 +39,7 @@ CONFIGS = {  # name on the hub -> file of RELEASED
     "Qwen/Qwen3-30B-A3B": "qwen3_30b_a3b",
     "meta-llama/Llama-3.1-8B-Instruct": "llama_3_1_8b",
     "openai/gpt-oss-20b": "gpt_oss_20b",
+    "openai/gpt-oss-120b": "gpt_oss_120b",
     "google/gemma-3-27b-it": "gemma_3_27b",
     "Qwen/Qwen3.6-27B": "qwen3_6_27b",
     "Qwen/Qwen3.6-35B-A3B": "qwen3_6_35b_a3b",
@@ -66,6 +67,7 @@ CASES: dict[str, tuple[tuple[int, int, bool], ...]] = {
         *((128 * K, 1, True), (512 * K, 8, True)),
     ),
     "openai/gpt-oss-20b": ((32 * K, 2, False), (128 * K, 8, False), (128 * K, 2, True)),
+    "openai/gpt-oss-120b": ((128 * K, 1, True),),
     "meta-models/Muse-Glimmer-30B": ((128 * K, 4, False), (128 * K, 1, True)),
     "google/gemma-3-27b-it": ((32 * K, 4, False), (128 * K, 8, False), (64 * K, 2, True)),
     "Qwen/Qwen3.6-27B": ((64 * K, 4, False), (256 * K, 8, False), (M, 32, False), (256 * K, 2, True)),
@@ -96,6 +98,10 @@ class Case(NamedTuple):
         return GIB * (LARGE_HOST_GIB if self.seq_length == FIVE_M else HOST_GIB)
 
 
+# Models whose frozen base stays in the low bits of its files.
+AS_STORED = ("openai/gpt-oss-120b",)
+
+
 def cases() -> list[Case]:
     return [Case(model, *case) for model, listed in CASES.items() for case in listed]
 
@@ -112,7 +118,13 @@ def sibling(case: Case) -> str:
 def planned(case: Case) -> str:
     """The text of the recipe.  The current folder must be the one of `released_models`."""
     tokens = _LARGE_TOKENS if case.nodes >= _LARGE else _TOKENS
-    recipe = recipe_of(case.model, seq_length=case.seq_length, tokens_per_step=tokens, is_lora=case.is_lora)
+    recipe = recipe_of(
+        case.model,
+        seq_length=case.seq_length,
+        tokens_per_step=tokens,
+        is_lora=case.is_lora,
+        overrides=["model.base_dtype=as_stored"] if case.model in AS_STORED else (),
+    )
     gpu, vocab_size = gpus.gpu("h100"), recipe.config.model.vocab_size
     assert vocab_size is not None, case.model
     task = Task.of(

@@ -15,6 +15,7 @@ from sft.config import Config
 from sft.console import size
 from sft.estimate.layer_work import cp_sizes
 from sft.estimate.lengths import Lengths
+from sft.estimate.low_bits import LowBitBase
 from sft.estimate.model_bytes import fp32_gradients, state
 from sft.estimate.parameters import stage_parameters
 from sft.estimate.saved_by_layer import rotary_tables
@@ -151,6 +152,12 @@ def describe(config: Config, layout: Layout, vocab_size: int, trained: Trained =
         f"per rank, estimated and not measured: {size(memory.device)}, of which",
         ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in memory.items().items()),
     ]
+    base = LowBitBase.of(Stage.of(config, layout, vocab_size, memory.stage, trained))
+    if base is not None:
+        lines.append(
+            f"frozen weights in low bits: {base.numbers:,.0f} numbers in {size(base.num_bytes)}; dequantised at one "
+            f"time: a layer, {size(base.layer)}, and a group of its experts, {size(base.experts)}"
+        )
     if memory.host:
         parts = {"layers": memory.host_layers, "optimizer": memory.host_optimizer, "copy for saves": memory.host_copy}
         shown = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in parts.items() if num_bytes)

@@ -3,6 +3,7 @@
 import math
 
 from sft.config import LossConfig, ModelConfig
+from sft.estimate.low_bits import LowBitBase
 from sft.estimate.parameters import StageParameters
 from sft.estimate.stage import Stage
 from sft.estimate.units import StageUnits
@@ -81,8 +82,9 @@ def state(stage: Stage, own: StageParameters, units: StageUnits | None) -> dict[
         gradients = owned
         weights = units.whole.owned(layout) if config.parallel.shard == "weights" else units.whole.total
     main_weight = FP32 if width < FP32 else 0
+    base = LowBitBase.of(stage)
     return {
-        "weights": width * weights,
+        "weights": width * weights if base is None else width * (weights - base.numbers) + base.num_bytes,
         "gradients": config.optim.gradient_bytes * gradients,
         "optimizer": (1 - fraction) * (optimizer.moment_bytes + main_weight) * owned,
         "host_optimizer": fraction * optimizer.host_bytes * owned,

@@ -15,6 +15,7 @@ from sft.estimate.attention_kernels import Kernels
 from sft.estimate.constants import Constants
 from sft.estimate.layer_work import LayerWork
 from sft.estimate.lengths import Lengths
+from sft.estimate.low_bits import LowBitBase
 from sft.estimate.messages import Messages
 from sft.estimate.parameters import StageParameters, stage_parameters
 from sft.estimate.products import attention_reached, head_product, layer_products
@@ -28,7 +29,7 @@ from sft.parallel.layout import Layout
 
 PARTS = (
     *("linear", "attention", "head", "elementwise", "recompute", "waits", "tp", "cp", "ep", "pp", "dp"),
-    *("bubble", "optimizer", "offload", "overhead"),
+    *("bubble", "optimizer", "offload", "overhead", "dequantise"),
 )
 # Accesses of a gradient in an update: the norm reads it, a division reads and writes it, and it is set to zero.
 GRADIENT_ACCESSES = 4
@@ -105,6 +106,7 @@ def step_time(
         "waits": attention_s * (slowest(config, layout, lengths) - 1),
         **exposed,
         "offload": work.offload(forward.total, backward.total + repeated.total),
+        "dequantise": _dequantise(stage, constants),
         "overhead": constants.layer_overhead_us.value * 1e-6 * config.model.num_layers / layout.pp,
     }
     if config.model.has_mtp:  # the last stage has one more layer and a second head, and the other stages wait for it
@@ -129,6 +131,15 @@ def step_time(
         model_flops=pack_flops * layout.global_batch_size,
         peak_tflops=constants.peak_tflops,
     )
+
+
+def _dequantise(stage: Stage, constants: Constants) -> float:
+    """Seconds of a microbatch in which the stage's frozen weights in low bits are dequantised."""
+    base, train = LowBitBase.of(stage), stage.config.train
+    if base is None:
+        return 0.0
+    moved = base.moved(repeats_layers=train.repeats_layers, repeats_experts=train.recompute == "selective")
+    return moved / constants.elementwise_gb_s.value / 1e9
 
 
 def _data_parallel(

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from sft.estimate import model_bytes
+from sft.estimate.low_bits import LowBitBase
 from sft.estimate.saved_by_layer import SavingLayers, saving_layers
 from sft.estimate.stage import Stage
 from sft.estimate.units_in_use import UnitsInUse
@@ -21,6 +22,7 @@ from sft.layers.second_half import MlpBackward
 
 MLP, ATTENTION, HEAD = "MLP in backward", "attention in backward", "loss head"
 EMBEDDING_BACKWARD = "embedding in backward"
+DEQUANTISED = "dequantised weights"
 GATHERED, UPDATE = "gathered keys and values", "fp32 gradients in the update"
 
 
@@ -52,6 +54,7 @@ class StageWork:
     block    the layer of the block for multi-token prediction; None: the stage has no block
     pack     tokens of a pack
     in_use   units of sharded gradients or weights that are whole; None: a rank has whole gradients
+    base     frozen weights in low bits; None: there are none
     """
 
     stage: Stage
@@ -59,6 +62,7 @@ class StageWork:
     block: SavingLayers | None
     pack: float
     in_use: UnitsInUse | None
+    base: LowBitBase | None = None
 
     @staticmethod
     def of(stage: Stage, pack: float) -> "StageWork":
@@ -69,6 +73,7 @@ class StageWork:
             block=next(iter(saving_layers([stage.block], config, rank, pack)), None) if stage.block else None,
             pack=pack,
             in_use=UnitsInUse.of(stage) if config.parallel.shards_gradients else None,
+            base=LowBitBase.of(stage),
         )
 
     @property
@@ -162,7 +167,8 @@ class StageWork:
         """
         work = self._mlp_backward(kind)
         replaced = kind.mlp.replaced(work)
-        yield WorkingSet({MLP: kind.mlp.in_backward(work) + replaced + more, **whole}, freed + replaced)
+        mlp = {MLP: kind.mlp.in_backward(work) + replaced + more}
+        yield WorkingSet({**mlp, **whole, **_dequantised(self.base, has_experts=True)}, freed + replaced)
         # The gradient of the residual stream.  What is repeated, a layer or a mixer, keeps the gradient of its output,
         # and a tiled MLP uses that of a layer again (sft/mcore/activations/recompute.py).
         train = self.stage.config.train
@@ -172,6 +178,7 @@ class StageWork:
         local = kind.mixer.local(self.tokens) + waits + self._widest_gradient() + more
         gathered = kind.mixer.gathered(self.pack)
         held = {ATTENTION: local, GATHERED: gathered} if gathered else {ATTENTION: local}
+        whole = {**whole, **_dequantised(self.base, has_experts=False)}
         yield WorkingSet({**held, **whole}, freed + kind.freed_before_attention * self.tokens)
 
     def _mlp_backward(self, kind: SavingLayers) -> MlpBackward:
@@ -225,3 +232,8 @@ class StageWork:
         gradient = self.stage.rank.width * in_use.embedding.trained.total
         freed = block + self._saved_by_layers(range(1, self.stage.config.model.num_layers + 1))
         return WorkingSet({EMBEDDING_BACKWARD: self.hidden + gradient, **in_use.at_embedding()}, freed)
+
+
+def _dequantised(base: LowBitBase | None, *, has_experts: bool) -> dict[str, float]:
+    """Bytes of a layer's dequantised weights, and with `has_experts` of a group of its experts, by name."""
+    return {} if base is None else {DEQUANTISED: base.layer + base.temporary + has_experts * base.experts}

@@ -9,7 +9,8 @@ TESTS ?= tests/ranks tests/faults tests/docs tests/unit
 # What a second Python version must show in CI, beside the whole suite on the first.  test_golden.py resumes LoRA, too.
 TESTS_312 ?= tests/ranks/test_resume_layouts.py tests/ranks/test_resume.py tests/ranks/test_golden.py tests/ranks/test_interop.py \
 	tests/ranks/test_megatron_fields.py tests/unit/mcore/test_wall.py tests/unit/recipe/test_recipe.py tests/unit/data/template/test_sandbox.py \
-	tests/unit/mcore/checkpoint_io/test_safe_reader.py tests/unit/data/cache/test_encoding_version.py tests/unit/data/long/test_suite.py
+	tests/unit/mcore/checkpoint_io/test_safe_reader.py tests/unit/data/cache/test_encoding_version.py tests/unit/data/long/test_suite.py \
+	tests/unit/mcore/loss/test_distill_core.py
 # Processes among which make test shares the test files.  Tests of ranks and of faults wait for each other, for disks and
 # for limits of time, so three keep two cores busy.
 WORKERS ?= 3

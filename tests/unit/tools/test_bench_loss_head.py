@@ -154,7 +154,9 @@ def test_a_teacher_takes_the_bytes_of_the_estimate(
     monkeypatch.setitem(softmax._BLOCK_BYTES, "cpu", 1 << 14)
     p = make_problem(Sizes(tokens=512, hidden=8, vocab=4096, chunks=(128,)), ["fused", "distilled", "chunked", "full"])
     plain = "fused 128" if impl == "fused" else impl
-    p.ways["taught"] = partial(p.ways[plain], to=p.ways["distilled 128"].keywords["to"])
+    distilled = p.ways["distilled 128"]
+    assert isinstance(distilled, partial)
+    p.ways["taught"] = partial(p.ways[plain], to=distilled.keywords["to"])
     counted = count(p, "taught")["extra"] - count(p, plain)["extra"]
     loss = LossConfig(impl=impl, chunk_size=None if impl == "full" else 128)
     estimated = model_bytes._divergence(loss, 4096, 512, 64) - 8 * 64 * 512  # the teacher's lists are inputs

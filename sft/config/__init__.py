@@ -135,7 +135,7 @@ class Config(Section):
                 "needs run.precision = bf16 and parallel.distributed_optimizer = true, because otherwise "
                 "megatron-core's hybrid optimizer does not update all weights; set both, or offload_fraction = 0"
             )
-        yield from self._conflicts_of_distillation()
+        yield from self.loss.distill.conflicts_with(self.data)
         yield from self._conflicts_of_turns()
         if no_cuda and not self.attention.may_be_portable:
             yield "attention.backend", "needs CUDA, and run.device is cpu; use portable or auto"
@@ -163,19 +163,6 @@ class Config(Section):
         yield from self._conflicts_of_modules()
         yield from self._conflicts_of_lora()
         yield from self._conflicts_of_mtp()
-
-    def _conflicts_of_distillation(self) -> Iterator[tuple[str, str]]:
-        names = self.data.train if isinstance(self.data.train, dict) else ()
-        if self.loss.distill.is_on and self.data.teacher.k is None:
-            yield "loss.distill.weight", (
-                "needs the distributions of a teacher, which data.teacher.k = null does not read; set data.teacher.k, "
-                "such as 64, or loss.distill.weight = 0"
-            )
-        if unknown := [name for name in self.loss.distill.by_source if name not in names]:
-            yield "loss.distill.by_source", (
-                f"names {unknown[0]}, but data.train has {', '.join(names) or 'no named sources'}; name a source of "
-                "data.train"
-            )
 
     def _conflicts_of_fp8(self) -> Iterator[tuple[str, str]]:
         if self.run.fp8 == "delayed" and self.train.recompute == "attention_kept":

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from sft.config.data import DataConfig
 from sft.config.section import Positive, Section, Word
 
 Share = Annotated[float, Field(ge=0.0)]
@@ -52,3 +53,17 @@ class DistillConfig(Section):
             for name in ("by_source", "label_weight"):
                 if name in self.changed:
                     yield name, "has no effect with loss.distill.weight = 0; set weight, such as 1.0, or leave it out"
+
+    def conflicts_with(self, data: DataConfig) -> Iterator[tuple[str, str]]:
+        """Yields (key, reason) of each conflict with the data; the key is that of the whole recipe."""
+        if self.is_on and data.teacher.k is None:
+            yield "loss.distill.weight", (
+                "needs the distributions of a teacher, which data.teacher.k = null does not read; set data.teacher.k, "
+                "such as 64, or loss.distill.weight = 0"
+            )
+        names = data.train if isinstance(data.train, dict) else ()
+        if unknown := [name for name in self.by_source if name not in names]:
+            yield "loss.distill.by_source", (
+                f"names {unknown[0]}, but data.train has {', '.join(names) or 'no named sources'}; name a source of "
+                "data.train"
+            )

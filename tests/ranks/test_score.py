@@ -19,7 +19,7 @@ from sft.data.chat.tokenizer import ByteTokenizer
 from sft.data.chat.tree import text_positions
 from tests.builders import answer
 from tests.launching import HF_RECIPE, Rank, environments, kill
-from tests.ranks import hf_models
+from tests.ranks import commands, hf_models
 from tests.ranks.commands import sft
 from tests.ranks.layouts import EP, PP, SP
 from tests.ranks.pool import RankPool, Ranks
@@ -207,3 +207,25 @@ def test_killed_at_random_points_and_continued(ranks: Ranks, dense: Path, tmp_pa
     assert result.code == 2 and f"{parts[0]} is damaged (" in result.err and not parts[0].exists()
     scored(ranks(2), dense, out, *words)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == expected
+
+
+@pytest.mark.parametrize("turns", ["chat", "each"])
+def test_a_model_is_no_different_from_itself_as_teacher(ranks: Ranks, dense: Path, tmp_path: Path, turns: str) -> None:
+    """The loss head, the store and packs of other sizes and CP sizes place each distribution where it belongs."""
+    talk = [part for i in range(4) for part in (("user", "Say " * i), ("assistant", f"{i}, {i * i}"))]
+    rows = [[{"role": role, "content": text + str(n)} for role, text in talk] for n in range(5)]
+    path = tmp_path / "chat.jsonl"
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
+    data = [f"data.eval={path}", f"data.turns={turns}", "data.seq_length=512"]
+    words = [*data, f"data.train={dense.parent}/held_out.jsonl"]
+    result = sft(ranks(2), "score", str(dense), *words, ONE, "--out", str(tmp_path / "out"), "--top-k", str(K))
+    assert result.code == 0, result.err
+    teacher = f"data.teacher={{k: {K}, files: [{tmp_path}/out/eval.parquet, {tmp_path}/out/train.parquet]}}"
+    layout = [*CP, "parallel.dynamic_cp=true", "train.global_batch_size=4"]
+    record = commands.scored(ranks(2), dense, *words, *layout, teacher, "loss.distill.weight=1.0")["sets"]["eval"]
+    assert record["teacher/tokens"] == record["tokens/supervised"] > 60
+    assert abs(record["teacher/divergence"]) < 1e-6 and record["teacher/agreement"] == 1
+    other = hf.save(tmp_path / "other", "qwen3", tie_word_embeddings=False, seed=9)
+    words += [*layout, teacher, "loss.distill.weight=1.0", "--from", str(other)]
+    record = commands.scored(ranks(2), dense, *words)["sets"]["eval"]
+    assert record["teacher/divergence"] > 0.01 and record["teacher/agreement"] < 0.5

@@ -24,7 +24,8 @@ from sft.weights.lora.parameters import adapter_name, parameters
 from sft.weights.lora.peft import folder as peft_folder
 from sft.weights.lora.peft.config import AdapterConfig
 from sft.weights.lora.peft.folder import Contents
-from sft.weights.lora.peft.stacked import rows_in_file, stacked_a, stacked_b, target_parameters, wrapper_of
+from sft.weights.lora.peft.parameter_names import target_parameters, wrapper_of
+from sft.weights.lora.peft.stacked import rows_in_file, stacked_a, stacked_b
 from sft.weights.lora.peft.targets import module_of
 from sft.weights.torch_dist import TorchDistReader
 

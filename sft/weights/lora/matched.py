@@ -9,7 +9,7 @@ from sft.hf.family import Family, TensorMapping
 from sft.hf.tensor_check import fold_by_layer
 from sft.weights.lora.parameters import STACKED, adapter_name, is_target, parameters
 from sft.weights.lora.peft import folder
-from sft.weights.lora.peft.stacked import target_parameters, wrapper_of
+from sft.weights.lora.peft.parameter_names import target_parameters, wrapper_of
 from sft.weights.lora.peft.targets import module_of, target_modules
 from sft.weights.lora.targets import kinds_of
 

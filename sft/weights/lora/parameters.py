@@ -16,7 +16,7 @@ from sft.config.lora import LoraConfig
 from sft.errors import ConfigError
 from sft.hf.family import TensorMapping
 from sft.hf.model_family import model_family
-from sft.weights.lora.peft.stacked import parameter_of
+from sft.weights.lora.peft.parameter_names import parameter_of
 
 STACKED = "experts in one tensor"
 

@@ -13,16 +13,8 @@ from sft.hf.tensor_view import View
 from sft.recipe.load import parse_recipe
 from sft.weights.lora.initial_adapters import as_in_folder, describe
 from sft.weights.lora.peft import folder as peft_folder
-from sft.weights.lora.peft.stacked import (
-    a_of_experts,
-    b_of_experts,
-    parameter_of,
-    rows_in_file,
-    stacked_a,
-    stacked_b,
-    target_parameters,
-    wrapper_of,
-)
+from sft.weights.lora.peft.parameter_names import parameter_of, target_parameters, wrapper_of
+from sft.weights.lora.peft.stacked import a_of_experts, b_of_experts, rows_in_file, stacked_a, stacked_b
 from sft.weights.trained import trained_weights
 from tests.unit.fixtures import hf, peft, vision
 

@@ -292,3 +292,8 @@ class Config(Section):
                 "= merged adds adapters to weights of files, and model.init_from is random; use adapter, or "
                 "checkpoint.export_hf = none"
             )
+        exports = self.checkpoint.export_hf != "none" and self.lora.is_used and self.lora.export == "adapter"
+        if exports and self.checkpoint.export_format != "bf16":
+            yield "checkpoint.export_format", (
+                "quantises whole models, and lora.export is adapter; use bf16, or lora.export = merged"
+            )

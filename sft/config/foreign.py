@@ -118,6 +118,9 @@ _REASONS = {
     " use_dora peft_use_dora lora_bias use_bdlora alora_invocation_tokens kasa_config velora_config arrow_config",
     "A starts random and B at zero; starts that change the base weights are not supported": "init_lora_weights"
     " peft_init_lora_weights pissa pissa_init pissa_iter eva_config corda_config lora_ga_config",
+    "Training in FP4 is not supported; run.fp8 trains in FP8, and checkpoint.export_format=nvfp4 quantises exports": (
+        "fp4 fp4_format fp4_recipe fp4_param nvfp4"
+    ),
     "fp16 is not supported; run.precision is bf16 or fp32": "fp16 half",
     "A microbatch is one pack of data.seq_length tokens; train.global_batch_size is the number of packs per step, over "
     "all GPUs": "batch_size micro_batch_size per_device_train_batch_size train_micro_batch_size_per_gpu"

@@ -250,6 +250,8 @@ def hint(key: str, value: Any) -> str:
         return ""
     if _CALLED.get(value.lower()) in choices:
         return f"  Did you mean {_CALLED[value.lower()]}?"
+    if choices and (reason := foreign.NOT_HERE.get(value.lower())):
+        return f"  {reason}."
     if close := difflib.get_close_matches(value.lower(), choices, n=1):
         return f"  Did you mean {close[0]}?"
     if value.lower() in ("none", "null") and type(None) in kinds:

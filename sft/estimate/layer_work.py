@@ -26,7 +26,7 @@ from sft.layers.moved import Moved, total
 from sft.parallel.layout import Layout, padded_vocab_size
 
 # Parts whose products no module of Transformer Engine computes.  DuplicatedLinear computes the duplicated parts.
-_NOT_IN_FP8 = ("head", "router", "shared gate", delta.DUPLICATED, latent.DUPLICATED, experts.LATENT)
+NOT_IN_FP8 = ("head", "router", "shared gate", delta.DUPLICATED, latent.DUPLICATED, experts.LATENT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class LayerWork:
         tflops = self.constants.gemm_tflops.at(product.smallest)
         if product.part == "experts":
             tflops *= self.constants.grouped_gemm.value
-        if self.config.run.fp8 is not None and product.part not in _NOT_IN_FP8:
+        if self.config.run.fp8 is not None and product.part not in NOT_IN_FP8:
             tflops *= FP8_PRODUCTS
         run = product.flops / (tflops * 1e12)
         return product.forward * run, product.repeated * run, (product.inputs + product.weights) * run

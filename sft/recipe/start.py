@@ -15,13 +15,14 @@ from sft.data.pipeline import DataPipeline
 from sft.errors import CheckpointError
 from sft.layers.adapters import Trained
 from sft.weights import initial, run_folder
+from sft.weights.export.announced import export_lines
 from sft.weights.lora import initial_adapters
 from sft.weights.trained import trained_names
 
 
 def check_weights(config: Config, trained: Trained, vocab_size: int | None) -> dict[str, list[str]]:
-    """Lines about the weights and adapters that the run loads: {"weights": lines, "adapters": lines}.  Reads only
-    headers and indexes of files.
+    """Lines about the weights and adapters that the run loads: {"weights": lines, "adapters": lines,
+    "exports": lines}.  Reads only headers and indexes of files.
 
     vocab_size: rows of the embedding without padding; None if they are unknown
     Raises ConfigError or CheckpointError if they are missing or do not fit the run.
@@ -29,9 +30,11 @@ def check_weights(config: Config, trained: Trained, vocab_size: int | None) -> d
     run, is_lora = Path(config.run.dir), config.lora.is_used
     resumes = bool(continuation.selected(config.checkpoint, run / "checkpoints")[0])
     run_folder.check_exports(run, config.model, config.checkpoint, is_new=not resumes)
+    exports = {"exports": described} if (described := export_lines(config, vocab_size)) else {}
     if resumes and not is_lora:
-        return {"weights": ["those of the checkpoint"]}
-    lines = {"weights": [initial.describe(config, vocab_size)]}  # a checkpoint of adapters has no other weights
+        return {"weights": ["those of the checkpoint"], **exports}
+    # A checkpoint of adapters has no other weights.
+    lines = {"weights": [initial.describe(config, vocab_size)], **exports}
     if is_lora:
         own = ["those of the checkpoint"]
         lines["adapters"] = own if resumes else initial_adapters.describe(config, trained)

@@ -42,6 +42,13 @@ def test_the_error_says_what_to_write_instead(override: str, advice: str) -> Non
     assert line.endswith(f"(command line: {override}).  {advice}")
 
 
+@pytest.mark.parametrize("override", ["run.fp8=nvfp4", "run.fp8=FP4", "run.fp4=e2m1"])
+def test_training_in_fp4_is_refused_by_name(override: str) -> None:
+    (line,) = refusal_lines(RECIPE, override)
+    reason = "Training in FP4 is not supported; run.fp8 trains in FP8, and checkpoint.export_format=nvfp4 quantises"
+    assert line.endswith(f"  {reason} exports.")
+
+
 def test_each_name_leads_to_one_of_our_keys_or_to_one_reason() -> None:
     names = [name for _, names in [*foreign._NAMES.items(), *foreign._REASONS.items()] for name in names.split()]
     assert len(names) == len(set(names))

@@ -10,7 +10,7 @@ import torch
 from sft.console import QUIET
 from sft.errors import CheckpointError
 from sft.hf.architecture import read
-from sft.weights.export import export_hf as exporting
+from sft.weights.export import written_tensors
 from sft.weights.export.export_hf import export_hf
 from sft.weights.import_hf import import_hf
 from tests.unit.fixtures import hf
@@ -23,7 +23,7 @@ UNTRAINED = "model.layers.0.self_attn.rotary_emb.inv_freq"  # its family stores 
 
 def plant(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensors], Any]) -> None:
     """Makes the export write other tensors than it planned."""
-    write = exporting.write_tensors
+    write = written_tensors.write_tensors
 
     def write_changed(folder: Path, planned: Tensors, values: Any, *rest: Any, **options: Any) -> Any:
         written = dict(values)
@@ -31,7 +31,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensors], Any]) -> 
         planned = {name: tensor.to("meta") for name, tensor in written.items()}
         return write(folder, planned, iter(written.items()), *rest, **options)
 
-    monkeypatch.setattr(exporting, "write_tensors", write_changed)
+    monkeypatch.setattr(written_tensors, "write_tensors", write_changed)
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,7 @@ LATENT = ["o_proj", "kv_b_proj", "down_proj"]
 BASES = {
     "mxfp4": Base("as_stored", _gpt_oss, ["q_proj", "o_proj"]),
     "fp8": Base("as_stored", lambda folder: fp8.save(folder, "deepseek_v3"), LATENT),
+    "fp8 in whole blocks": Base("as_stored", lambda folder: fp8.save(folder, "qwen3"), "all-linear"),
     "fp8 by row": Base("as_stored", lambda folder: fp8.save(folder, "glm4_moe"), ["all-linear", "experts.*"]),
     "int4": Base("as_stored", _packed("int4", "qwen3_moe"), ["all-linear", "experts.*"]),
     "int4 with zero points": Base("as_stored", _packed("int4 with zero points", "qwen3"), "all-linear"),

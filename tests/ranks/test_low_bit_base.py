@@ -75,10 +75,10 @@ def in_grid(*cases: Any) -> list[Any]:
     [
         ("mxfp4", [SELECTIVE]),
         ("fp8", [FULL]),
-        ("int4", [SELECTIVE]),
         ("nvfp4", ["run.precision=bf16", SELECTIVE]),
         ("nf4", [KEPT]),
         *in_grid(
+            ("int4", [SELECTIVE]),
             ("fp8 by row", ["train.recompute=none"]),
             ("int4 with zero points", [KEPT]),
             ("mxfp8", ["train.recompute=none", "train.mlp_tile=24"]),

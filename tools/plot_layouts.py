@@ -105,8 +105,9 @@ def differences(curves: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: np.abs(curves[name] - curves[first]) / curves[first] for name in others}
 
 
+@matplotlib.rc_context({"svg.hashsalt": "sft", "svg.fonttype": "none", "font.family": "sans-serif"})
 def draw(curves: dict[str, np.ndarray], file: Path) -> None:
-    matplotlib.rcParams.update({"svg.hashsalt": "sft", "svg.fonttype": "none", "font.family": "sans-serif"})
+    """Draws the losses of the layouts, and their differences from the first layout, into an SVG file."""
     figure = Figure(figsize=(9.0, 3.7), layout="constrained", facecolor="white")
     left, right = figure.subplots(1, 2, width_ratios=[1.35, 1])
     steps = np.arange(1, len(next(iter(curves.values()))) + 1)

@@ -37,9 +37,18 @@ def all_cases(dimensions: Mapping[str, Sequence[Any]], rules: Sequence[Rule]) ->
     return cases
 
 
-def covering_set(dimensions: Mapping[str, Sequence[Any]], rules: Sequence[Rule] = ()) -> list[Case]:
-    """Cases that together contain every pair of values of the grid.  Every call returns the same cases."""
+def covering_set(
+    dimensions: Mapping[str, Sequence[Any]], rules: Sequence[Rule] = (), in_twos: Sequence[str] = ()
+) -> list[Case]:
+    """Cases that together contain every pair of values of the grid.  Every call returns the same cases.
+
+    in_twos: dimensions of which two cases of a test must have the same values.  Of several best cases, the next one is
+        the first with the values of an odd number of chosen cases
+    """
     cases = all_cases(dimensions, rules)
+    alike: dict[tuple[Any, ...], int] = {}
+    values_of = [alike.setdefault(tuple(case[name] for name in in_twos), len(alike)) for case in cases]
+    same, is_single = np.array(values_of), np.zeros(len(alike), dtype=bool)
     places = [np.array([values.index(case[name]) for case in cases], np.int16) for name, values in dimensions.items()]
     sizes = [len(values) for values in dimensions.values()]
     # [pairs of dimensions][cases]: the number of the pair of values that each case has
@@ -48,7 +57,8 @@ def covering_set(dimensions: Mapping[str, Sequence[Any]], rules: Sequence[Rule] 
     scores = np.full(len(cases), len(held), np.int16)  # how many missing pairs each case has
     chosen: list[Case] = []
     while any(missing):
-        best = int(scores.argmax())
+        best = int((2 * scores + is_single[same]).argmax())
+        is_single[same[best]] ^= True
         chosen.append(cases[best])
         for numbers, left in zip(held, missing):
             if (covered := int(numbers[best])) in left:

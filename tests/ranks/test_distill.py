@@ -1,7 +1,8 @@
 """Learning from a teacher in the real trainer: one curve on every layout, and weights by step and by source."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,11 @@ import torch
 
 from sft.batch import Microbatch, TeacherTargets
 from sft.mcore.engine import Engine
-from tests.ranks import scenarios
+from tests.ranks import mtp_models, scenarios
 from tests.ranks.layouts import CP, LOSS_TOLERANCE, NORM_TOLERANCE, PP, SLOW_CP, SP, TP
+from tests.ranks.peft_models import lora_recipe
 from tests.ranks.pool import Ranks
+from tests.unit.fixtures import hf
 
 NUM_STEPS = 2
 K = 8  # tokens of the teacher's lists
@@ -106,6 +109,20 @@ def test_other_divergences_of_trees_on_other_layouts(ranks: Ranks, direction: st
     ((first, plain),) = ranks(1).run(curves, [[*keys, *TREES], [*TAUGHT, *TREES]])
     assert first["divergence"][0] != plain["divergence"][0]
     for of_rank in ranks(2).run(curves, [[*keys, *TREES, *layout] for layout in (SP, CP)]):
+        for found in of_rank:
+            same_curve(found, first)
+
+
+def adapters(folder: Path) -> list[str]:
+    return lora_recipe(hf.save(folder, "llama"), "all-linear")
+
+
+@pytest.mark.parametrize("model", [adapters, mtp_models.joint])
+def test_adapters_and_multi_token_prediction(ranks: Ranks, tmp_path: Path, model: Callable[[Path], list[str]]) -> None:
+    recipe = model(tmp_path)
+    ((first, plain),) = ranks(1).run(curves, [[*recipe, *TAUGHT], recipe])
+    assert first["divergence"][0] > 0 and first["grad_norm"][0] != plain["grad_norm"][0]
+    for of_rank in ranks(2).run(curves, [[*recipe, *TAUGHT, *layout] for layout in (SP, CP)]):
         for found in of_rank:
             same_curve(found, first)
 

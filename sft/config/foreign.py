@@ -111,9 +111,11 @@ _REASONS = {
     "All adapters have the same rank and scale": "rank_pattern alpha_pattern",
     "lora.exclude takes patterns of modules without adapters, such as model.layers.1?.*": "layers_to_transform"
     " peft_layers_to_transform",
-    "Weights are held in bf16 or fp32 (run.precision), not quantised; so QLoRA is not supported": "load_in_4bit"
-    " load_in_8bit quantization quantization_bit quantization_config bnb_4bit_quant_type bnb_4bit_compute_dtype"
-    " bnb_4bit_use_double_quant qlora use_qlora use_qalora loftq_config loftq_bits",
+    "model.base_dtype keeps frozen weights beside adapters in 4 bits (nf4), or in the low bits of their files "
+    "(as_stored); it computes in run.precision, and does not quantise the scales of nf4": "load_in_4bit load_in_8bit"
+    " quantization quantization_bit quantization_config bnb_4bit_quant_type bnb_4bit_compute_dtype"
+    " bnb_4bit_use_double_quant qlora use_qlora",
+    "Adapters do not change how frozen weights are quantised (model.base_dtype)": "use_qalora loftq_config loftq_bits",
     "The only adapters are LoRA's, which add B A to a weight; DoRA and other variants are not supported": "dora"
     " use_dora peft_use_dora lora_bias use_bdlora alora_invocation_tokens kasa_config velora_config arrow_config",
     "A starts random and B at zero; starts that change the base weights are not supported": "init_lora_weights"

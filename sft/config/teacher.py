@@ -17,7 +17,7 @@ class TeacherConfig(Section):
     rows have the key teacher."""
     label: bool = False
     """Also store the log-probability of the label, if it is not among the k most likely tokens."""
-    dtype: Literal["fp32", "fp16"] = "fp32"
+    logprob_dtype: Literal["fp32", "fp16"] = "fp32"
     """Stored log-probabilities.  fp16 takes 6 bytes in place of 8 for each token, and rounds down by at most 0.1%, so
     that no sum of probabilities grows above 1."""
     missing: Literal["error", "labels"] = "error"

@@ -56,7 +56,7 @@ class Distributions(NamedTuple):
 def row_dtype(teacher: TeacherConfig) -> np.dtype:
     """The type of a stored distribution: ids, int32, -1 where there are fewer, and log-probabilities by falling
     value."""
-    number = np.float16 if teacher.dtype == "fp16" else np.float32
+    number = np.float16 if teacher.logprob_dtype == "fp16" else np.float32
     return np.dtype([("ids", np.int32, (teacher.width,)), ("logprobs", number, (teacher.width,))])
 
 

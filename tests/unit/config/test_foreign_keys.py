@@ -23,7 +23,8 @@ ADVICE = {
     "use_dora=true": "The only adapters are LoRA's, which add B A to a weight; DoRA and other variants are not "
     "supported.",
     "lora.modules_to_save=lm_head": "Beside adapters, lora.train_embeddings and lora.train_head train whole weights.",
-    "load_in_4bit=true": "Weights are held in bf16 or fp32 (run.precision), not quantised; so QLoRA is not supported.",
+    "load_in_4bit=true": "model.base_dtype keeps frozen weights beside adapters in 4 bits (nf4), or in the low bits of "
+    "their files (as_stored); it computes in run.precision, and does not quantise the scales of nf4.",
     "deepspeed=a.json": "parallel.shard divides optimizer states, gradients and weights among ranks of dp x cp; "
     "DeepSpeed and FSDP are not used.",
     "data_parallel_sharding_strategy=optim_grads_params": "It is called parallel.shard here, which takes one of "

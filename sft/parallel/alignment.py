@@ -62,7 +62,7 @@ def misfits(config: Config, world_size: int) -> list[str]:
     return [
         *_ranks(config, sizes, world_size),
         *_tensor(config, sizes),
-        *divided_scales(config),
+        *divided_scales(config, sizes.scales),
         *_pipeline(config),
         *_experts(config, world_size),
         *_shards(config, world_size),

@@ -36,28 +36,19 @@ class Result(NamedTuple):
 
     @property
     def line(self) -> str:
-        verdict = (
-            f"FAILED: {self.problem}"
-            if self.problem
-            else f"{len(self.found)} kernels, {self._worst()}"
-        )
+        verdict = f"FAILED: {self.problem}" if self.problem else f"{len(self.found)} kernels, {self._worst()}"
         if self.kind == REFUSED and not self.problem:
             verdict = f"still refused: {self.found[0].kernel[:100]}"
         return f"{self.architecture}  {self.kind}, {self.text}: {verdict}, {self.seconds:.0f} s"
 
     def _worst(self) -> str:
-        registers, spilled = (
-            max(x.usage[column] for x in self.found) for column in (0, 1)
-        )
+        registers, spilled = (max(x.usage[column] for x in self.found) for column in (0, 1))
         return f"at most {registers} registers, {spilled} bytes spilled"
 
 
 def read(rows: Sequence[Any]) -> list[Compiled]:
     """The JSON of compile_one.py -> what it compiled."""
-    return [
-        Compiled(step, kernel, Usage(*used), variants, seconds)
-        for step, kernel, used, variants, seconds in rows
-    ]
+    return [Compiled(step, kernel, Usage(*used), variants, seconds) for step, kernel, used, variants, seconds in rows]
 
 
 class Stored(NamedTuple):
@@ -109,21 +100,14 @@ def _attention(results: Sequence[Result]) -> Iterator[str]:
         layers = _HEADS.sub("", result.text)
         if any(x.usage.spilled for x in result.found):
             seconds = [sum(x.seconds for x in found) for found in of_pass]
-            groups[result.kind, layers, result.architecture, *used].append(
-                (int(heads[1]) if heads else 0, seconds)
-            )
+            groups[result.kind, layers, result.architecture, *used].append((int(heads[1]) if heads else 0, seconds))
         else:
             others[result.kind, result.architecture][layers] = None
     yield "| kernel | layers | query heads of a key head | GPU | seconds | registers | spilled | shared KiB |"
     yield "|---|---|---|---|---|---|---|---|"
     for (kernel, layers, architecture, *cells), rows in groups.items():
-        shared = ", ".join(
-            str(number) for number in sorted({number for number, _ in rows}) if number
-        )
-        longest = " / ".join(
-            f"{max(times):.0f}"
-            for times in zip(*(times for _, times in rows), strict=True)
-        )
+        shared = ", ".join(str(number) for number in sorted({number for number, _ in rows}) if number)
+        longest = " / ".join(f"{max(times):.0f}" for times in zip(*(times for _, times in rows), strict=True))
         yield f"| {kernel} | {layers} | {shared} | {architecture} | {longest} | {' | '.join(cells)} |"
     yield ""
     yield "These spill nothing:"
@@ -139,12 +123,7 @@ def _triton(results: Sequence[Result]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|"
     others: dict[str, dict[str, None]] = defaultdict(dict)
     for architecture in dict.fromkeys(result.architecture for result in results):
-        found = [
-            x
-            for result in results
-            if result.architecture == architecture
-            for x in result.found
-        ]
+        found = [x for result in results if result.architecture == architecture for x in result.found]
         for name in sorted({x.kernel for x in found}):
             rows = [x for x in found if x.kernel == name]
             if not any(x.usage.spilled for x in rows):
@@ -183,13 +162,11 @@ def _differences(results: Sequence[Result], pinned: Sequence[Result]) -> list[st
     for result in results:
         heads, layers = _HEADS.search(result.text), _HEADS.sub("", result.text)
         for step in _PASSES:
-            own, theirs = (
-                _most(x.found, step) for x in (result, other.get(result[:3], result))
-            )
+            own, theirs = (_most(x.found, step) for x in (result, other.get(result[:3], result)))
             if own != theirs:
-                groups[
-                    result.kind, layers, result.architecture, step, theirs, own
-                ].append(int(heads[1]) if heads else 0)
+                groups[result.kind, layers, result.architecture, step, theirs, own].append(
+                    int(heads[1]) if heads else 0
+                )
     lines = list[str]()
     for (kind, layers, architecture, step, theirs, own), numbers in groups.items():
         shared = ", ".join(str(number) for number in sorted(numbers) if number)
@@ -200,9 +177,7 @@ def _differences(results: Sequence[Result], pinned: Sequence[Result]) -> list[st
 
 def _most(found: Sequence[Compiled], step: str) -> str:
     used = [x.usage for x in found if x.step == step]
-    registers, spilled, shared = (
-        max((x[column] for x in used), default=0) for column in range(3)
-    )
+    registers, spilled, shared = (max((x[column] for x in used), default=0) for column in range(3))
     return f"{registers} registers, {spilled} bytes spilled, {_kib(shared)} KiB shared"
 
 
@@ -210,13 +185,9 @@ def _refused(results: Sequence[Result], reasons: Mapping[Key, str]) -> Iterator[
     for x in results:
         error, _, words = x.found[0].kernel.partition(":")
         theirs = (
-            f"The package says: `{words.strip().replace('`', '')}`"
-            if words.strip()
-            else f"The package raises {error}"
+            f"The package says: `{words.strip().replace('`', '')}`" if words.strip() else f"The package raises {error}"
         )
-        yield from page_text.folded(
-            f"- {x.text}, {x.architecture}: {reasons[x[:3]]}. {theirs}"
-        )
+        yield from page_text.folded(f"- {x.text}, {x.architecture}: {reasons[x[:3]]}. {theirs}")
 
 
 def write(
@@ -234,11 +205,7 @@ def write(
     results, again = (_today(x, order) for x in (stored, pinned))
     triton = [result for result in results if result.kind in TRITON and result.found]
     refused = [result for result in results if result.kind == REFUSED and result.found]
-    attention = [
-        result
-        for result in results
-        if result.kind not in (*TRITON, REFUSED) and result.found
-    ]
+    attention = [result for result in results if result.kind not in (*TRITON, REFUSED) and result.found]
     lines = [
         *(
             "",
@@ -265,10 +232,7 @@ def write(
                 *_summary(pinned.versions, again, wanted, date),
                 "",
             ),
-            *(
-                _differences(attention, again)
-                or ["Registers, spilled bytes and shared memory are those above."]
-            ),
+            *(_differences(attention, again) or ["Registers, spilled bytes and shared memory are those above."]),
             "",
         ]
     if failed := [result for result in [*results, *again] if result.problem]:
@@ -278,17 +242,12 @@ def write(
 
 def _missing(results: Sequence[Result], order: Collection[Key]) -> Iterator[str]:
     """A line with the configurations that have no result; nothing if all have one."""
-    done, lacking = {result[:3] for result in results}, defaultdict[
-        tuple[str, str], list[str]
-    ](list)
+    done, lacking = {result[:3] for result in results}, defaultdict[tuple[str, str], list[str]](list)
     for kind, text, architecture in order:
         if (kind, text, architecture) not in done:
             lacking[architecture, kind].append(text)
     if lacking:
-        texts = (
-            f"{architecture}, {kind}: {'; '.join(names)}"
-            for (architecture, kind), names in lacking.items()
-        )
+        texts = (f"{architecture}, {kind}: {'; '.join(names)}" for (architecture, kind), names in lacking.items())
         yield from ("", *page_text.folded(f"Not compiled yet: {'. '.join(texts)}."))
 
 
@@ -303,9 +262,7 @@ def _summary(
     order: Collection[Key],
     date: datetime.date,
 ) -> list[str]:
-    seconds, failed = sum(result.seconds for result in results), sum(
-        bool(result.problem) for result in results
-    )
+    seconds, failed = sum(result.seconds for result in results), sum(bool(result.problem) for result in results)
     return page_text.folded(
         f"{date}: {versions}. {len(results)} of {len(order)} compilations, {seconds / 60:.0f} minutes of one core, "
         f"{failed} failed."

@@ -67,7 +67,9 @@ def test_a_run_resumes_on_another_layout_and_beside_its_own_base_only(tmp_path: 
 
 def test_a_run_beside_a_base_in_low_bits_saves_and_resumes(tmp_path: Path) -> None:
     chats(tmp_path, 40)
-    mxfp4.quantise(hf.save(tmp_path / "model", "gpt_oss", dtype=torch.bfloat16, num_attention_heads=4, intermediate_size=64))
+    mxfp4.quantise(
+        hf.save(tmp_path / "model", "gpt_oss", dtype=torch.bfloat16, num_attention_heads=4, intermediate_size=64)
+    )
     low = ["model.base_dtype=as_stored", "lora.target_parameters=[experts.down_proj]", "lora.targets=[q_proj]"]
     low += ["parallel.cp=1", "checkpoint.export_hf=none"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"

@@ -32,17 +32,12 @@ CUDNN = 92_000
 def pack(config: Config) -> tuple[int, int]:
     """The number of documents, and the length of the longest one, of a pack with most scores."""
     tokens, multiple = config.data.seq_length, config.data.doc_multiple
-    packs = (
-        (1 + (tokens - length) // multiple, length)
-        for length in range(multiple, tokens + 1, multiple)
-    )
+    packs = ((1 + (tokens - length) // multiple, length) for length in range(multiple, tokens + 1, multiple))
     return max(packs, key=lambda documents: documents[0] * documents[1] ** 2)
 
 
 def stays(documents: int, longest: int) -> bool:
-    asked: dict[str, Any] = dict(
-        batch_size=documents, num_heads=HEADS, num_gqa_groups=HEADS
-    )
+    asked: dict[str, Any] = dict(batch_size=documents, num_heads=HEADS, num_gqa_groups=HEADS)
     asked |= dict(
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
@@ -67,14 +62,10 @@ def stays(documents: int, longest: int) -> bool:
 
 def main() -> None:
     answer = utils.FusedAttnBackend.F16_arbitrary_seqlen.value, ""
-    chosen = mock.patch.object(
-        utils, "_get_fused_attn_backend", lambda **unused: answer
-    )
+    chosen = mock.patch.object(utils, "_get_fused_attn_backend", lambda **unused: answer)
     version = mock.patch.object(torch.backends.cudnn, "version", lambda: CUDNN)
     for gpu in GPUS:
-        capability = mock.patch.object(
-            torch.cuda, "get_device_capability", lambda *_: gpu
-        )
+        capability = mock.patch.object(torch.cuda, "get_device_capability", lambda *_: gpu)
         theirs = mock.patch.object(utils, "get_device_compute_capability", lambda: gpu)
         for tokens in TOKENS:
             keys = (

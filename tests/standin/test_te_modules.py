@@ -23,14 +23,8 @@ def steps(*overrides: str, models: list[str]) -> list[dict[str, Any]]:
 def printed(program: str, *overrides: str, models: list[str]) -> list[dict[str, Any]]:
     process = launch.start(program, json.dumps(overrides), *models)
     said = launch.finish(process)
-    found = [
-        json.loads(line.removeprefix("> "))
-        for line in said.splitlines()
-        if line.startswith("> ")
-    ]
-    assert process.returncode == 0 and [one["model"] for one in found] == models, said[
-        -6000:
-    ]
+    found = [json.loads(line.removeprefix("> ")) for line in said.splitlines() if line.startswith("> ")]
+    assert process.returncode == 0 and [one["model"] for one in found] == models, said[-6000:]
     return found
 
 
@@ -44,11 +38,7 @@ def test_its_modules_run_beside_portable_attention(fp8: str) -> None:
             "te (norms stay torch's)",
             "portable",
         ), found
-        assert found["experts"] == (
-            "TEGroupedMLP"
-            if found["model"] in ("qwen3.6", "latent")
-            else "GroupedExperts"
-        )
+        assert found["experts"] == ("TEGroupedMLP" if found["model"] in ("qwen3.6", "latent") else "GroupedExperts")
         assert found["grouped products"] == GROUPED * layers, found
         assert found["sorts"] == found["combinations"] == layers, found
         assert found["waits"] == WAITS * layers, found
@@ -63,15 +53,9 @@ def test_attention_that_is_kept_runs_once(recompute: str, forward: int) -> None:
     for found in steps(f"train.recompute={recompute}", models=models):
         softmax = 1 if found["model"] == "qwen3.6" else 2
         assert (found["attention"] == "te") == found["model"].startswith("dense"), found
-        assert (
-            found["attention forward"] == forward * softmax
-            and found["attention backward"] == softmax
-        ), found
+        assert found["attention forward"] == forward * softmax and found["attention backward"] == softmax, found
         if found["model"] == "qwen3.6":
-            assert (
-                found["delta rule forward"] == forward
-                and found["delta rule backward"] == 1
-            ), found
+            assert found["delta rule forward"] == forward and found["delta rule backward"] == 1, found
 
 
 @launch.NEEDS_TE
@@ -96,9 +80,7 @@ def test_attention_that_is_kept_runs_once(recompute: str, forward: int) -> None:
     ],
     ids=["one rank", "tp, ep", "etp", "cp, ep"],
 )
-def test_a_checkpoint_goes_from_plain_modules_to_its_own_and_back(
-    layout: list[str], models: list[str]
-) -> None:
+def test_a_checkpoint_goes_from_plain_modules_to_its_own_and_back(layout: list[str], models: list[str]) -> None:
     """A rank stores the same parts of the same tensors; on one rank, loading and saving again changes no byte."""
     for found in printed("tests.standin.te_checkpoints", *layout, models=models):
         attention = [name.partition(" ")[0] for name in found["modules"]]
@@ -137,9 +119,7 @@ def test_its_modules_run_on_layouts(layout: list[str], models: list[str]) -> Non
             "te (norms stay torch's)",
             "portable",
         ), found
-        assert (
-            found["grouped products"] == GROUPED * layers and found["sorts"] == layers
-        ), found
+        assert found["grouped products"] == GROUPED * layers and found["sorts"] == layers, found
         assert found["products"] > 0 and found["attention backward"] > 0, found
 
 
@@ -149,11 +129,5 @@ def test_repeatable_attention_is_accepted_where_it_is_there() -> None:
     process = launch.start("tests.standin.te_determinism")
     said = launch.finish(process)
     assert process.returncode == 0, said[-6000:]
-    found = [
-        json.loads(line) for line in said.splitlines() if line.startswith('{"gpu"')
-    ]
-    assert (
-        [one["te"] for one in found]
-        == [one["ours"] for one in found]
-        == [True, True, False, False] + 4 * [True]
-    )
+    found = [json.loads(line) for line in said.splitlines() if line.startswith('{"gpu"')]
+    assert [one["te"] for one in found] == [one["ours"] for one in found] == [True, True, False, False] + 4 * [True]

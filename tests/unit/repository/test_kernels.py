@@ -81,28 +81,17 @@ MODULE = """module {
 
 def test_the_list_has_every_family_and_recipe() -> None:
     names = {name for name, _ in configurations.models()}
-    recipes = {
-        str(path.relative_to(configurations.RECIPES))
-        for path in configurations.RECIPES.rglob("*.yaml")
-    }
+    recipes = {str(path.relative_to(configurations.RECIPES)) for path in configurations.RECIPES.rglob("*.yaml")}
     assert recipes and recipes < names
     contents = configurations.contents()
     assert {*contents} == names - recipes
-    families = {
-        architecture(content, name).family.model_type
-        for name, content in contents.items()
-    }
-    assert {
-        family.model_type for family in FAMILIES.values()
-    } - families == WITHOUT_SIZES
+    families = {architecture(content, name).family.model_type for name, content in contents.items()}
+    assert {family.model_type for family in FAMILIES.values()} - families == WITHOUT_SIZES
 
 
 def test_the_list_has_every_layer_that_has_a_kernel() -> None:
     """By hand: gpt-oss has windows and 64 query heads for 8 key heads; Gemma 2 soft caps; Gemma 4 heads of 512."""
-    listed = {
-        configurations.text(demand): models
-        for demand, models in configurations.softmax().items()
-    }
+    listed = {configurations.text(demand): models for demand, models in configurations.softmax().items()}
     linear = {shape.text for shape in configurations.linear()}
     for name, config in configurations.models():
         kinds = {group.mixer.kind for group in all_layer_groups(config.model)}
@@ -121,10 +110,7 @@ def test_the_list_has_every_layer_that_has_a_kernel() -> None:
         "96/192, 1 heads a key, 4 taps",
         "128/128, 1 heads a key, 4 taps, decays of channels",
         "128/128, 1 heads a key, 4 taps, decays of channels with a limit",
-        *(
-            f"Mamba-2 128/{width} heads a group, 4 taps"
-            for width in ("64, 8", "64, 16", "64, 128", "80, 12")
-        ),
+        *(f"Mamba-2 128/{width} heads a group, 4 taps" for width in ("64, 8", "64, 16", "64, 128", "80, 12")),
     }
 
 
@@ -132,10 +118,7 @@ def test_the_list_has_calls_of_branches_where_a_run_makes_them() -> None:
     """Layers without a window; gpt-oss has both kinds."""
     listed = [call.text for call in configurations.attention_calls()]
     assert len({*listed}) == len(listed)
-    assert (
-        "64/64, 8 heads a key, parents" in listed
-        and "512/512, 8 heads a key, parents" in listed
-    )
+    assert "64/64, 8 heads a key, parents" in listed and "512/512, 8 heads a key, parents" in listed
     windows = [text for text in listed if "window" in text]
     assert windows and not any("parents" in text for text in windows)
 
@@ -143,9 +126,7 @@ def test_the_list_has_calls_of_branches_where_a_run_makes_them() -> None:
 def test_our_code_refuses_what_the_packages_must_still_refuse() -> None:
     for refused in configurations.REFUSED:
         for architecture_ in refused.architectures:
-            demand = refused.demand._replace(
-                capability=configurations.ARCHITECTURES[architecture_]
-            )
+            demand = refused.demand._replace(capability=configurations.ARCHITECTURES[architecture_])
             assert kernels.FLASH[refused.kernel].refused(demand) is not None, (
                 refused,
                 architecture_,
@@ -154,9 +135,7 @@ def test_our_code_refuses_what_the_packages_must_still_refuse() -> None:
 
 def test_resources_of_a_binary() -> None:
     assert parse(OUTPUT) == {
-        "kernel_cutlass_kernel_flash_bwd_0": Usage(
-            registers=168, spilled=0, shared=1024
-        ),
+        "kernel_cutlass_kernel_flash_bwd_0": Usage(registers=168, spilled=0, shared=1024),
         "l2norm_bwd_kernel": Usage(registers=255, spilled=2208, shared=0),
     }
 
@@ -193,9 +172,7 @@ def test_shared_memory_of_a_launch() -> None:
         ),
     ],
 )
-def test_kinds_that_a_change_touches(
-    files: list[str], pins: str, kinds: list[str]
-) -> None:
+def test_kinds_that_a_change_touches(files: list[str], pins: str, kinds: list[str]) -> None:
     assert changed.touched(files, pins) == kinds
 
 
@@ -204,11 +181,7 @@ def test_every_kind_has_its_files_its_packages_and_its_time() -> None:
         assert all([*Path(changed.ROOT).glob(f"{path}*")] for path in paths), paths
     pins = (changed.ROOT / "constraints.txt").read_text()
     assert all(f"\n{package}" in pins for package in changed.PACKAGES)
-    assert (
-        {*changed.FILES}
-        == {*sample.SECONDS}
-        == {kind for kinds in changed.PACKAGES.values() for kind in kinds}
-    )
+    assert {*changed.FILES} == {*sample.SECONDS} == {kind for kinds in changed.PACKAGES.values() for kind in kinds}
 
 
 ITEMS = [
@@ -219,20 +192,14 @@ ITEMS = [
 
 
 def test_a_change_compiles_four_of_each_kind_in_turns_and_the_fastest_first() -> None:
-    kinds = [
-        item.kind for item in sample.chosen(ITEMS, [LINEAR, FLASH4, LOSS], "c0ffee")
-    ]
+    kinds = [item.kind for item in sample.chosen(ITEMS, [LINEAR, FLASH4, LOSS], "c0ffee")]
     assert kinds == [LOSS, FLASH4, LINEAR, LOSS, FLASH4, LINEAR, FLASH4, FLASH4]
     assert {item.kind for item in sample.chosen(ITEMS, [LOSS], "c0ffee")} == {LOSS}
 
 
 def test_commits_together_compile_everything() -> None:
     assert sample.chosen(ITEMS, [FLASH4], "1") == sample.chosen(ITEMS, [FLASH4], "1")
-    seen = {
-        item
-        for commit in range(100)
-        for item in sample.chosen(ITEMS, [FLASH4], str(commit))
-    }
+    seen = {item for commit in range(100) for item in sample.chosen(ITEMS, [FLASH4], str(commit))}
     assert len(seen) == 40
 
 
@@ -252,9 +219,7 @@ def test_nothing_is_begun_that_has_no_time() -> None:
 
 
 def _compiled(kernel: str, spilled: int, step: str = "forward") -> Compiled:
-    return Compiled(
-        step, kernel, Usage(registers=168, spilled=spilled, shared=1024), 1, 2.0
-    )
+    return Compiled(step, kernel, Usage(registers=168, spilled=spilled, shared=1024), 1, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -284,13 +249,8 @@ def _compiled(kernel: str, spilled: int, step: str = "forward") -> Compiled:
         ),
     ],
 )
-def test_a_spill_over_the_limit_is_a_problem(
-    kernel: str, text: str, spilled: int, problem: str
-) -> None:
-    assert (
-        limits.spills(text, [_compiled("another", 0), _compiled(kernel, spilled)])
-        == problem
-    )
+def test_a_spill_over_the_limit_is_a_problem(kernel: str, text: str, spilled: int, problem: str) -> None:
+    assert limits.spills(text, [_compiled("another", 0), _compiled(kernel, spilled)]) == problem
 
 
 SPILLING = 'echo "[[\\"forward\\", \\"fwd\\", [255, 300, 0], 1, 1.0]]"'
@@ -336,9 +296,7 @@ def test_refusals_and_spills_fail(
     found = command.compiled(item, is_quick, 60)
     assert found is not None and found.problem == problem
     monkeypatch.setattr(command, "compiled", lambda *_: found)
-    assert command.compile_all(
-        [item], 1, tmp_path / "build" / "kernels.json", "triton 1"
-    ) == bool(problem)
+    assert command.compile_all([item], 1, tmp_path / "build" / "kernels.json", "triton 1") == bool(problem)
     assert command.compile_changed([item], 1) == bool(problem)
 
 
@@ -347,22 +305,14 @@ def test_what_is_not_ready_fails_unless_a_change_has_no_time(
 ) -> None:
     monkeypatch.setattr(command, "compiled", lambda *_: None)
     item = Item(FLASH4, 0, "sm_90a", "64/64")
-    assert (
-        command.compile_all([item], 1, tmp_path / "build" / "kernels.json", "triton 1")
-        == 1
-    )
+    assert command.compile_all([item], 1, tmp_path / "build" / "kernels.json", "triton 1") == 1
     assert "FAILED: not ready after 900 s" in capsys.readouterr().out
     assert command.compile_changed([item], 1) == 0
-    assert (
-        "not compiled, for want of time: sm_90a  FlashAttention-4  64/64."
-        in capsys.readouterr().out
-    )
+    assert "not compiled, for want of time: sm_90a  FlashAttention-4  64/64." in capsys.readouterr().out
 
 
 def test_results_of_other_versions_are_dropped(tmp_path: Path) -> None:
-    file, result = tmp_path / "build" / "kernels.json", Result(
-        FLASH4, "64/64", "sm_90a", [], "broke", 2.0
-    )
+    file, result = tmp_path / "build" / "kernels.json", Result(FLASH4, "64/64", "sm_90a", [], "broke", 2.0)
     good = result._replace(found=[_compiled("k", 0)], problem="")
     assert table.load(file) == Stored("", [])
     table.store(file, Stored("triton 1", [result, result._replace(text="32/32")]))
@@ -379,9 +329,9 @@ def test_the_page_names_failures_refusals_and_what_pinned_packages_change(
     page.write_text(f"# Title\n{table.BEGIN}old\n{table.END}end\n")
     monkeypatch.setattr(table, "PAGE", page)
     found = [_compiled("fwd", 8), _compiled("bwd", 0, "backward")]
-    good, bad = Result(
-        FLASH4, "64/64, 8 heads a key, window", "sm_90a", found, "", 30.0
-    ), Result(FFPA, "512/512", "sm_90a", [], "broke", 30.0)
+    good, bad = Result(FLASH4, "64/64, 8 heads a key, window", "sm_90a", found, "", 30.0), Result(
+        FFPA, "512/512", "sm_90a", [], "broke", 30.0
+    )
     refused = Result(
         REFUSED,
         "FlashAttention-4, 512/512",
@@ -401,17 +351,13 @@ def test_the_page_names_failures_refusals_and_what_pinned_packages_change(
         text="64/64, 2 heads a key, window",
         found=[found[0]._replace(seconds=3.0), found[1]],
     )
-    fewer_again, absent = fewer._replace(found=again.found), Result(
-        LINEAR, "128/128", "sm_100a", [], "", 0.0
-    )
+    fewer_again, absent = fewer._replace(found=again.found), Result(LINEAR, "128/128", "sm_100a", [], "", 0.0)
     calm, loss = (
         good._replace(
             text="32/32, 1 heads a key",
             found=[_compiled("fwd", 0), _compiled("bwd", 0, "backward")],
         ),
-        Result(
-            LOSS, "all", "sm_90a", [_compiled("k", 0), _compiled("wide", 8)], "", 0.0
-        ),
+        Result(LOSS, "all", "sm_90a", [_compiled("k", 0), _compiled("wide", 8)], "", 0.0),
     )
     order |= {
         fewer[:3]: "",

@@ -87,7 +87,9 @@ def test_16_bits_round_down_and_no_sum_grows(tmp_path: Path) -> None:
     logprobs = scores - np.log(np.exp(scores).sum(1, keepdims=True))  # 64 tokens are the whole vocabulary: the sum is 1
     teacher = {"ids": [list(range(64))] * 200, "logprobs": logprobs.tolist()}
     path = write(tmp_path / "a.jsonl", {"input_ids": [5] * 200, "loss_mask": [1] * 200, "teacher": teacher})
-    narrow, exact = (corpus_of(path, teacher={"k": 64, "logprob_dtype": dtype}).sample(0).teacher for dtype in ("fp16", "fp32"))
+    narrow, exact = (
+        corpus_of(path, teacher={"k": 64, "logprob_dtype": dtype}).sample(0).teacher for dtype in ("fp16", "fp32")
+    )
     assert narrow is not None and exact is not None
     assert narrow["logprobs"].dtype == np.float16 and narrow.nbytes == 199 * 64 * 6
     np.testing.assert_allclose(exact["logprobs"], -np.sort(-logprobs, axis=1)[1:], rtol=1e-6)

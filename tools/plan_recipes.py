@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import chdir, contextmanager
+from os.path import commonprefix
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -107,11 +108,14 @@ def cases() -> list[Case]:
 
 
 def sibling(case: Case) -> str:
-    """A text that names the next recipe of the same model.
+    """A text that names the next recipe of the same model, or if there is none, the one with the most similar name.
 
     "qwen3_8b_128k_1n.yaml, the same model with other packs or on other GPUs."
     """
     same = [other for other in cases() if other.model == case.model]
+    if same == [case]:
+        others = [other.file for other in cases() if other != case]
+        return f"{max(others, key=lambda file: len(commonprefix([file, case.file])))}, a model of the same family."
     return f"{same[(same.index(case) + 1) % len(same)].file}, the same model with other packs or on other GPUs."
 
 

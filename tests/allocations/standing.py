@@ -19,7 +19,7 @@ def standing_bytes(engine: Any, device_type: str) -> dict[str, int]:
     """
     parameters = [p for chunk in engine.chunks for p in chunk.parameters()]
     tensors = {
-        WEIGHTS: parameters,
+        WEIGHTS: [*parameters, *_in_low_bits(engine)],
         GRADIENTS: [p.main_grad for p in parameters if getattr(p, "main_grad", None) is not None],
         OPTIMIZER: _of_optimizer(engine.optimizer),
     }
@@ -31,6 +31,13 @@ def standing_bytes(engine: Any, device_type: str) -> dict[str, int]:
                 seen.add(storage.data_ptr())
                 sizes[category] += storage.nbytes()
     return dict(sizes)
+
+
+def _in_low_bits(engine: Any) -> Iterator[Tensor]:
+    """The stored numbers and scales of the frozen weights of an engine."""
+    bases = [chunk.module.frozen_base for chunk in engine.chunks if chunk.module.frozen_base is not None]
+    for weight in (weight for base in bases for weight in base.weights):
+        yield from weight.tensors()
 
 
 def _of_optimizer(optimizer: Any) -> Iterator[Tensor]:

@@ -21,9 +21,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from sft.config import Config
 from sft.config.model import ModelConfig
 from sft.data.loader import make_loader
+from sft.low_bits import fp4
 from sft.mcore import device as devices
 from sft.mcore import page_locked, process_groups
 from sft.mcore.engine import Engine, release, weights_changed
+from sft.mcore.experts.grouped import EachExpert
 from sft.mcore.optimizer import build
 from sft.metrics.accumulator import Accumulator
 from sft.metrics.totals import Totals
@@ -59,6 +61,9 @@ def _count(config: Config, layout: Layout, vocab_size: int, lengths: Any) -> tup
     groups = process_groups.start(layout, devices.start("cuda"), seed=config.run.seed, timeout_s=300)
     trained = trained_weights(config, vocab_size)
     engine = Engine(config, layout, groups, vocab_size=vocab_size, num_steps=1000, trained=trained)
+    for chunk in engine.chunks:
+        if chunk.module.frozen_base is not None:
+            _hold(chunk.module)
     weights_changed(engine)
     corpus: Any = RandomCorpus(lengths, vocab_size)
     loader = make_loader(config, layout, corpus, pad_id=0, dp_rank=groups.dp_rank, cp_rank=groups.cp_rank)
@@ -74,6 +79,19 @@ def _count(config: Config, layout: Layout, vocab_size: int, lengths: Any) -> tup
     process_groups.stop()
     release(engine)
     return peak(events, standing), counted().most_host_bytes
+
+
+def _hold(chunk: Any) -> None:
+    """Gives experts a stored form in MXFP4, as the files of gpt-oss have them, and all other weights their memory."""
+    experts = {id(weight) for module in chunk.modules() if isinstance(module, EachExpert) for weight in module.stored}
+    for weight in chunk.frozen_base.weights:
+        if id(weight) not in experts:
+            weight.keep_whole()
+            continue
+        rows, columns = weight.param.shape
+        blocks = torch.empty(rows, columns // fp4.GROUP, fp4.GROUP // 2, dtype=torch.uint8, device="cuda")
+        part = fp4.TransposedMxfp4(blocks=blocks, scales=torch.empty_like(blocks[..., 0]), first=0, count=columns)
+        weight.hold(weight.position_of(weight.param), part, weight.param.dtype, transposed=True)
 
 
 @contextmanager

@@ -53,3 +53,11 @@ def test_proposals_stay_below_the_predicted_peak(numbers: tuple[int, ...]) -> No
     found = _lines("tests.standin.proposals", *map(str, numbers), timeout_s=limit)
     assert [row["case"] for row in found] == list(numbers)
     assert {row["row"]: row["ratio"] for row in found if row["ratio"] > 1 + ABOVE} == {}
+
+
+def test_gpt_oss_120b_fits_a_node_in_the_low_bits_of_its_files() -> None:
+    """LoRA at 128K on 8 H100; in bf16, the experts of a GPU alone would take 26.7 GiB with ep 8."""
+    (found,) = _lines("tests.standin.proposals", "gpt_oss_120b_128k_lora_1n", timeout_s=launch.TIMEOUT_S)
+    assert found["ratio"] == pytest.approx(1, abs=TOTAL) and not found["misses"], found
+    counted, predicted = found["weights"]
+    assert counted == predicted < 12, found  # GiB

@@ -4,6 +4,7 @@ Freeing the memory shrinks the parameter's storage to 0 bytes.  So the parameter
 saved, are valid again when the memory is filled the next time (see sharding/flat.py).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -40,10 +41,15 @@ class StoredWeight:
         self._pieces: list[_Piece] = []
         self.free()
 
+    def tensors(self) -> Iterator[Tensor]:
+        """The stored numbers and scales."""
+        for piece in self._pieces:
+            yield from piece.part.tensors()
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the stored form."""
-        return sum(piece.part.num_bytes for piece in self._pieces)
+        return sum(tensor.nbytes for tensor in self.tensors())
 
     def keep_whole(self) -> None:
         """Give the parameter its memory for good, because the files do not store it in low bits."""

@@ -218,8 +218,8 @@ class _Chunks(torch.autograd.Function):
                 if name in divided:
                     own[name].copy_(gradient)
                 else:
-                    own = wide(gradient)
-                    totals[name] = totals[name].add_(own) if name in totals else own
+                    term = wide(gradient)
+                    totals[name] = totals[name].add_(term) if name in totals else term
         results = {**divided, **{name: total.to(out.dtype) for name, total in totals.items()}}
         if dhidden is not None:
             results["hidden"] = plan.summed(dhidden[:, None])

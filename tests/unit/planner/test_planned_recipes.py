@@ -40,7 +40,7 @@ def test_they_cover_models_lengths_and_nodes() -> None:
     assert len(recipes) >= 24
     assert {config.data.seq_length for config in recipes.values()} >= {2**15, 2**17, 2**18, 2**19, 2**20}
     assert {world_size(name) for name in recipes} >= {8, 16, 32, 64, 128, 256}
-    assert len({config.model.hf for config in recipes.values()}) == 12
+    assert len({config.model.hf for config in recipes.values()}) == 13
     assert {config.lora.is_used for config in recipes.values()} == {True, False}
 
 

@@ -99,7 +99,7 @@ def test_every_subject_says_what_it_takes(capsys: pytest.CaptureFixture[str]) ->
     "arguments, message",
     [
         ("loss_head --cases 1.5", "1.5 is not a fraction"),
-        ("loss_head --ways fus,f", "--ways f must begin one of fused, frozen, chunked, full, "),
+        ("loss_head --ways fus,f", "--ways f must begin one of fused, distilled, frozen, chunked, full, "),
         ("loss_head --tokens 0", "must be at least 1"),
         ("loss_head --tp 2 --vocab 31", "not a multiple"),
         ("step --device auto", "torch sees no CUDA device"),

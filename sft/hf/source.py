@@ -69,8 +69,8 @@ class Source:
         trained = len(self.manifest) - passed_through
         counts = f"{trained:,} tensors trained, {passed_through:,} passed through, 0 refused"
         count, number_format = len(self.stored.dequantised), self.stored.number_format
-        dequantised = f", {count:,} tensors dequantised from {number_format}" if count else ""
-        return f"{self.name}: {counts}; {size(self.num_bytes)}{dequantised}"
+        quantised = f", {count:,} tensors stored in {number_format}" if count else ""
+        return f"{self.name}: {counts}; {size(self.num_bytes)}{quantised}"
 
 
 def open_source(folder: Path, name: str = "", *, compare: bool = True, has_mtp: bool = False) -> Source:

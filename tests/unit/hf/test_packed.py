@@ -148,7 +148,7 @@ def test_every_number_is_the_stored_one_times_its_scale(
 ) -> None:
     source, meant = quantised(name)
     opened = open_source(source)
-    assert opened.describe().endswith(f"14 tensors dequantised from {FORMS[name].shown}")
+    assert opened.describe().endswith(f"14 tensors stored in {FORMS[name].shown}")
     assert not any("packed" in one or "scale" in one or "shape" in one or "zero" in one for one in opened.manifest)
     assert len(meant) == 14
     for full, expected in meant.items():

@@ -29,7 +29,7 @@ def test_packed_files_are_kept(tmp_path: Path) -> None:
     packed.quantise(folder, "int4")
     hf.change(folder, quantization_config=packed.FORMS["int4"].config())
     config = of_hf(str(folder), "model.base_dtype=as_stored", LORA).config
-    assert "tensors dequantised from INT4" in describe(config, None)
+    assert "tensors stored in INT4" in describe(config, None)
     assert config.model.pretrained is not None and config.model.pretrained.stored_format is not None
     assert config.model.pretrained.stored_format.name == "INT4"
 

@@ -182,12 +182,12 @@ class ScoredSet:
             )
 
     def _check_file(self) -> None:
-        from pyarrow import parquet
+        from pyarrow import ArrowException, parquet
 
         try:
             metadata = parquet.read_schema(self.file).metadata or {}
             there = json.loads(metadata.get(records.METADATA, b"{}"))
-        except Exception:  # any error of pyarrow
+        except (ArrowException, OSError, ValueError):
             there = {}
         if any(there.get(key) != value for key, value in self._facts.items()):
             raise ConfigError(

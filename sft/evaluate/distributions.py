@@ -4,7 +4,6 @@ The model computes the packs of its recipe, on any layout, as in an evaluation. 
 so a command that was killed continues.  This module decides in which order sets and global batches are scored.
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,14 @@ from sft.config.keys import values
 from sft.console import Console
 from sft.data.scoring import ScoredSet, ScoringData, part_dtype
 from sft.errors import ConfigError
-from sft.evaluate.weights import load_engine
+from sft.evaluate.opened import opened
 from sft.files.atomic_files import explained
 from sft.mcore import process_groups
 from sft.mcore.engine import Engine
 from sft.mcore.scores import Scores, score
 from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
 from sft.parallel.layout import Layout
-from sft.recipe.join import join_ranks
 from sft.recipe.resolved import Recipe
-from sft.recipe.tokenizer import tokenizer_of
-from sft.run.signals import leave_with_parent
 
 # Keys of a recipe on which scores depend, by their beginnings.
 _CONDITIONS = ("model.", "parallel.", "attention.", "lora.", "run.precision", "data.seq_length", "data.doc_multiple")
@@ -41,27 +37,23 @@ def main(recipe: Recipe, layout: Layout, source: str | None, folder: Path, k: in
     k       number of tokens at each place
     Raises SftError if the data cannot be scored.
     """
-    config = recipe.config
-    leave_with_parent()
-    groups = join_ranks(config, layout)
-    console, out = Console(groups.rank, sys.stderr), Console(groups.rank, sys.stdout)
-    tokenizer = tokenizer_of(config)
-    data = ScoringData(config, tokenizer, recipe.arguments, layout, groups, console)
-    if k > data.vocab_size:
-        raise ConfigError(
-            f"--top-k {k} is more than the {data.vocab_size:,} tokens of the vocabulary.  Give at most this number; 64 "
-            "is usual."
-        )
-    engine, weights, step = load_engine(config, source, tokenizer, layout, groups, data.vocab_size, console)
-    console.say(f"scoring with {weights}")
-    for name, loader in data.sets.items():
-        facts = {"k": k, "weights": weights, "step": step, "data": loader.corpus.digest}
-        conditions = {**facts, **_conditions(config), "layout": layout.sizes, "versions": installed()}
+
+    def check(data: ScoringData) -> None:
+        if k > data.vocab_size:
+            raise ConfigError(
+                f"--top-k {k} is more than the {data.vocab_size:,} tokens of the vocabulary.  Give at most this "
+                "number; 64 is usual."
+            )
+
+    run = opened(recipe, layout, source, ScoringData, check=check)
+    for name, loader in run.data.sets.items():
+        facts = {"k": k, "weights": run.weights, "step": run.step, "data": loader.corpus.digest}
+        conditions = {**facts, **_conditions(recipe.config), "layout": layout.sizes, "versions": installed()}
         scored = ScoredSet(folder, name, loader, k, facts)
-        if _score_set(engine, scored, name, conditions, tokenizer.ids_digest, console):
-            out.say(f"{scored.file}: {len(loader.corpus):,} samples, scored with {weights}")
+        if _score_set(run.engine, scored, name, conditions, run.tokenizer.ids_digest, run.console):
+            run.out.say(f"{scored.file}: {len(loader.corpus):,} samples, scored with {run.weights}")
         else:
-            out.say(f"{scored.file}: was finished before")
+            run.out.say(f"{scored.file}: was finished before")
     process_groups.stop()
 
 

@@ -48,7 +48,7 @@ class _Far(Exception):
 
 def lookahead(keys: Sequence[nodes.Expr | Query | IndexScan], target: str) -> Lookahead | None:
     """The values that the keys of a loop read; None if they are not known.  target: the name of the loop's item"""
-    finder = _Finder(target)
+    finder = _LookaheadFinder(target)
     try:
         for position, key in enumerate(keys):
             if isinstance(key, Query):
@@ -62,7 +62,7 @@ def lookahead(keys: Sequence[nodes.Expr | Query | IndexScan], target: str) -> Lo
     return Lookahead(finder.reach, finder.behind, tuple(finder.lists), tuple(finder.queries), tuple(finder.values))
 
 
-class _Finder:
+class _LookaheadFinder:
     def __init__(self, target: str) -> None:
         self.target, self.reach, self.behind = target, 0, 0
         self.lists: dict[str, None] = {}

@@ -94,9 +94,10 @@ def test_each_case_has_a_file() -> None:
 def test_a_stale_recipe_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plan_recipes, "CASES", {"Qwen/Qwen3-0.6B": ((2**17, 1, False),)})
+    cases = {"Qwen/Qwen3-0.6B": ((2**17, 1, False),), "Qwen/Qwen3-8B": ((2**17, 1, False),)}
+    monkeypatch.setattr(plan_recipes, "CASES", cases)
     assert plan_recipes.main([], folder=tmp_path) == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["qwen3_0p6b_128k_1n.yaml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["qwen3_0p6b_128k_1n.yaml", "qwen3_8b_128k_1n.yaml"]
     assert plan_recipes.main(["--check"], folder=tmp_path) == 0
     (tmp_path / "old.yaml").write_text("run: {}\n")
     assert plan_recipes.main(["--check"], folder=tmp_path) == 1

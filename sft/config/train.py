@@ -123,27 +123,29 @@ class LossConfig(Section):
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """The states that an optimizer keeps for each parameter, for the estimate and for checkpoints.
+    """The states that an optimizer keeps for each parameter that it updates, for the estimate and for checkpoints.
 
-    moments: names of the fp32 states in torch's optimizer
+    moments: names of the states in torch's optimizer
+    bytes_each: bytes that each of them takes for a parameter
     `mcore/optimizer` runs the optimizer.
     """
 
     moments: tuple[str, ...]
+    bytes_each: float = FP32
 
     @property
-    def moment_bytes(self) -> int:
-        return FP32 * len(self.moments)
+    def moment_bytes(self) -> float:
+        return self.bytes_each * len(self.moments)
 
     @property
-    def host_bytes(self) -> int:
+    def host_bytes(self) -> float:
         """Bytes per parameter in host memory: a weight, the moments, and the gradient in transfer."""
         return self.moment_bytes + 2 * FP32
 
     @property
-    def moved_bytes(self) -> int:
-        """Bytes per parameter that an update moves: it reads gradient, weight and moments in fp32, and writes weight
-        and moments."""
+    def moved_bytes(self) -> float:
+        """Bytes per parameter that an update moves: it reads gradient, weight and moments, and writes weight and
+        moments."""
         return 2 * (self.moment_bytes + FP32) + FP32
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sft.mcore.optimizer.offload import adam_instances
+from sft.mcore.optimizer.inner import inner_optimizers
 from tests.allocations.categories import GRADIENTS, OPTIMIZER, WEIGHTS
 
 
@@ -41,7 +41,7 @@ def _in_low_bits(engine: Any) -> Iterator[Tensor]:
 
 
 def _of_optimizer(optimizer: Any) -> Iterator[Tensor]:
-    for adam in adam_instances(optimizer):
+    for adam in inner_optimizers(optimizer):
         for group in adam.param_groups:
             yield from group["params"]
         for state in adam.state.values():

@@ -14,7 +14,7 @@ import torch
 from sft.mcore.backends import kernels
 from sft.mcore.backends.portable import Portable
 from sft.mcore.lora.adapted import Adapted
-from sft.mcore.optimizer import offload
+from sft.mcore.optimizer.inner import chained_optimizers, inner_optimizers
 from tests.gpu.runs import BF16_TOLERANCE, GPU, around_a_checkpoint, gradients, losses, running, train
 from tests.ranks import layouts, scenarios
 from tests.ranks.pool import RankPool
@@ -155,8 +155,8 @@ def test_the_share_leaves_the_device(fraction: float) -> None:
     sizes = {"cpu": 0, "cuda": 0}
     with running(share(fraction)) as engine:
         train(engine, range(1))
-        (part,) = offload.chained_optimizers(engine.optimizer)
-        for adam in offload.adam_instances(part):
+        (part,) = chained_optimizers(engine.optimizer)
+        for adam in inner_optimizers(part):
             for tensor, state in adam.state.items():
                 sizes[tensor.device.type] += tensor.numel()
                 assert tensor.dtype == torch.float32

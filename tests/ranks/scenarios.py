@@ -29,7 +29,7 @@ from sft.mcore.checkpoint_io import engine_state, optimizer_shards
 from sft.mcore.engine import Engine, release
 from sft.mcore.initial_weights import initialise
 from sft.mcore.lora import adapted
-from sft.mcore.optimizer import offload
+from sft.mcore.optimizer.inner import chained_optimizers
 from sft.metrics.totals import StepResult, Totals
 from sft.parallel import context_parallel
 from sft.parallel.alignment import pack_multiple
@@ -304,7 +304,7 @@ def train(
 
 
 def adam_steps(engine: Engine) -> set[float]:
-    states = [s for o in offload.chained_optimizers(engine.optimizer) for s in o.optimizer.state.values()]
+    states = [s for o in chained_optimizers(engine.optimizer) for s in o.optimizer.state.values()]
     assert len({s["step"].data_ptr() for s in states}) == len(states), "shared, it would advance once per parameter"
     return {float(s["step"]) for s in states}
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from sft.mcore.checkpoint_io import engine_state, optimizer_shards, safe_reader
 from sft.mcore.optimizer import build, host_threads, offload
-from sft.mcore.optimizer.offload import adam_instances
+from sft.mcore.optimizer.inner import chained_optimizers, inner_optimizers
 from sft.mcore.page_locked import Arena
 from tests.ranks import scenarios
 from tests.ranks.layouts import AUX, EP, MOE, SHARDED, SP
@@ -57,7 +57,7 @@ def threads(overrides: list[str]) -> tuple[set[int], int]:
         scenarios.running(overrides) as engine,
     ):
         seen: set[int] = set()
-        for part in offload.chained_optimizers(engine.optimizer):
+        for part in chained_optimizers(engine.optimizer):
             for adam in part.optimizer.sub_optimizers:
                 adam.register_step_pre_hook(lambda *given: seen.add(torch.get_num_threads()))
         scenarios.train_steps(engine, [0])
@@ -92,13 +92,13 @@ def where(overrides: list[str]) -> list[dict[str, Any]]:
     with scenarios.running(overrides) as engine:
         alive = sum(isinstance(o, HybridDeviceOptimizer) for o in gc.get_objects())
         scenarios.train_steps(engine, [0])
-        return [{**of_part(o), "alive": alive} for o in offload.chained_optimizers(engine.optimizer)]
+        return [{**of_part(o), "alive": alive} for o in chained_optimizers(engine.optimizer)]
 
 
 def of_part(part: Any) -> dict[str, Any]:
     on_device = getattr(part.optimizer, "gpu_optimizer", None)
     sizes: dict[str, list[int]] = {"host": [], "device": []}
-    for adam in adam_instances(part):
+    for adam in inner_optimizers(part):
         side = "device" if adam is on_device else "host"
         tensors = [tensor for group in adam.param_groups for tensor in group["params"]]
         sizes[side] += [tensor.numel() for tensor in tensors]
@@ -142,7 +142,7 @@ def in_one_block(overrides: list[str]) -> dict[str, Any]:
 
     with mock.patch.object(offload, "Arena", arena), scenarios.running(overrides) as engine:
         scenarios.train_steps(engine, [0])
-        hybrid = offload.chained_optimizers(engine.optimizer)[0].optimizer
+        hybrid = chained_optimizers(engine.optimizer)[0].optimizer
         weights = [param for adam in hybrid.cpu_optimizers for group in adam.param_groups for param in group["params"]]
         travelling = sorted([*weights, *(weight.grad for weight in weights)], key=lambda tensor: tensor.data_ptr())
         gaps = [

@@ -17,7 +17,7 @@ from sft.checkpoint import folders, manifest
 from sft.checkpoint import saver as saving
 from sft.files.file_digest import HashingFile
 from sft.mcore.checkpoint_io import engine_state, torch_dist_files
-from sft.mcore.optimizer import offload
+from sft.mcore.optimizer.inner import chained_optimizers
 from tests.ranks.pool import Ranks
 from tests.ranks.saving import ASYNC, Run, listing, refusal, run_of
 
@@ -132,7 +132,7 @@ def no_number(patch: pytest.MonkeyPatch, run: Run) -> None:
 
 
 def no_moment(patch: pytest.MonkeyPatch, run: Run) -> None:
-    for part in offload.chained_optimizers(run.engine.optimizer):
+    for part in chained_optimizers(run.engine.optimizer):
         for state in part.optimizer.state.values():
             patch.setitem(state, "exp_avg_sq", torch.full_like(state["exp_avg_sq"], float("inf")))
 

@@ -155,7 +155,7 @@ class RankBench:
         self.is_first = True
         self.a, self.b, self.c = (torch.randn(768, 768, device=engine.groups.device) for _ in range(3))
         for state in optimizer_shards.optimizer_slices(engine.optimizer):
-            for name in optimizer_shards.MOMENTS:
+            for name in state.tensors.keys() - {optimizer_shards.MAIN}:
                 state.tensors[name].normal_()  # zeros that were never written have no memory yet
 
     def torch_save(self) -> dict[str, Took]:

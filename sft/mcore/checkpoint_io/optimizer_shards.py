@@ -1,7 +1,7 @@
 """Describes the part of each optimizer tensor that this rank holds, as chunks of the unsharded tensor.
 
-Decides the keys of Adam's moments and of the fp32 weights in a checkpoint, and the position of each chunk.  With either
-optimizer, keys and shapes are those of Megatron-LM's fully reshardable form.
+Decides the keys of the optimizer's moments and of the fp32 weights in a checkpoint, and the position of each chunk.
+With and without the distributed optimizer, keys and shapes are those of Megatron-LM's fully reshardable form.
 
 The distributed optimizer divides its buffer evenly among ranks, so a rank holds elements a to b - 1 of a flattened
 parameter.  Such a range consists of a few rectangular chunks of the parameter, and a checkpoint may store a tensor in
@@ -27,20 +27,18 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sft.config.train import ADAM
 from sft.mcore.modules.stored import sharded_tensors
-from sft.mcore.optimizer.offload import (
-    adam_instances,
-    adam_lookup,
+from sft.mcore.optimizer.inner import (
     chained_optimizers,
     counts_by_parameter,
     group_values,
-    new_step,
+    inner_optimizers,
+    moments_of,
+    updater_lookup,
 )
 from sft.mcore.sharding.core_buffers import ShardParameter
 from sft.mcore.sharding.parts import pieces, with_all_axes
 
-MOMENTS = ADAM.moments
 MAIN = "param"  # the fp32 weights that the optimizer updates
 PREFIX = "optimizer.state."
 # Prefix of the fp32 weights, with and without core's distributed optimizer.
@@ -64,7 +62,7 @@ class OptimizerSlice:
 
 
 def optimizer_slices(optimizer: MegatronOptimizer) -> Iterator[OptimizerSlice]:
-    """All slices of this rank's optimizer.  Allocates Adam's state if no step has allocated it yet."""
+    """All slices of this rank's optimizer.  Allocates the states if no step has allocated them yet."""
     for core in chained_optimizers(optimizer):
         yield from _distributed_slices(core) if isinstance(core, DistributedOptimizer) else _whole_slices(core)
 
@@ -76,9 +74,8 @@ def sharded_slices(slices: Sequence[OptimizerSlice], model: Any, *, main: str) -
     main: the prefix of the keys of fp32 weights (tensors named MAIN); "": these have the keys of the model's weights
     """
     param_shards = _param_shards(model)
-    prefixes = {name: f"{PREFIX}{name}." for name in MOMENTS} | {MAIN: main}
     return [
-        replace(with_all_axes(piece), key=prefixes[name] + piece.key)
+        replace(with_all_axes(piece), key=(main if name == MAIN else f"{PREFIX}{name}.") + piece.key)
         for part in slices
         for name, flat in part.tensors.items()
         for first, shard in param_shards[id(part.param)]
@@ -87,22 +84,22 @@ def sharded_slices(slices: Sequence[OptimizerSlice], model: Any, *, main: str) -
 
 
 def step_of(optimizer: MegatronOptimizer) -> int:
-    """The number of updates that Adam has made.  It is equal for all parameters, and 0 if this rank trains nothing."""
-    for adam in adam_instances(optimizer):
-        for values in (*adam.state.values(), *adam.param_groups):
+    """The number of updates that the optimizer has made.  It is equal for all parameters, and 0 if this rank trains nothing."""
+    for updater in inner_optimizers(optimizer):
+        for values in (*updater.state.values(), *updater.param_groups):
             if "step" in values:
                 return int(values["step"])
     return 0
 
 
 def set_step(optimizer: MegatronOptimizer, step: int) -> None:
-    """Set Adam's step.  Every parameter gets its own tensor: a shared one would advance once per parameter."""
-    for adam in adam_instances(optimizer):
-        if counts_by_parameter(adam):
-            for state in adam.state.values():
+    """Set the optimizer's step.  Every parameter gets its own tensor: a shared one would advance once per parameter."""
+    for updater in inner_optimizers(optimizer):
+        if counts_by_parameter(updater):
+            for state in updater.state.values():
                 state["step"] = torch.full_like(state["step"], step)
         else:
-            for group in adam.param_groups:
+            for group in updater.param_groups:
                 group["step"] = step
 
 
@@ -113,7 +110,7 @@ def plain_form(optimizer: MegatronOptimizer, ep: int, step: int) -> Any:
     also have one with ep = 1 (`reduce_apart` in experts/layer.py).  Then both optimizers have equal plain values, and
     the plain values of the first are returned.
 
-    step: Adam's step, also on a rank that trains nothing
+    step: the optimizer's step, also on a rank that trains nothing
     """
     forms = [_plain_form(core, step) for core in chained_optimizers(optimizer)]
     return dict(enumerate(forms)) if ep > 1 else forms[0]
@@ -145,11 +142,11 @@ def _plain_form(core: MegatronOptimizer, step: int) -> dict[str, Any]:
 
 
 def _distributed_slices(core: Any) -> Iterator[OptimizerSlice]:
-    find = adam_lookup(core)
+    find = updater_lookup(core)
     for param, (group, order) in core.model_param_group_index_map.items():
         elements = core._get_model_param_range_map(param)["param"]
-        adam, main = find(core.optimizer.param_groups[group]["params"][order])
-        tensors = {MAIN: main.detach(), **_moments(adam, main)}
+        updater, main = find(core.optimizer.param_groups[group]["params"][order])
+        tensors = {MAIN: main.detach(), **_moments(updater, main)}
         gradient = param.main_grad.view(-1)[elements.start : elements.end]
         if isinstance(param, ShardParameter):
             yield OptimizerSlice(
@@ -160,26 +157,22 @@ def _distributed_slices(core: Any) -> Iterator[OptimizerSlice]:
 
 
 def _whole_slices(core: Any) -> Iterator[OptimizerSlice]:
+    find = updater_lookup(core)
     if hasattr(core, "fp32_from_float16_groups"):
         for params, mains in zip(core.float16_groups, core.fp32_from_float16_groups):
             for param, main in zip(params, mains):
-                tensors = {MAIN: main.detach().flatten(), **_moments(core.optimizer, main)}
+                tensors = {MAIN: main.detach().flatten(), **_moments(*find(main))}
                 yield OptimizerSlice(param=param, start=0, tensors=tensors, gradient=param.main_grad.view(-1))
         params = [param for group in core.fp32_from_fp32_groups for param in group]
     else:
         params = [param for group in core.optimizer.param_groups for param in group["params"]]
     for param in params:
-        tensors = _moments(core.optimizer, param)
+        tensors = _moments(*find(param))
         yield OptimizerSlice(param=param, start=0, tensors=tensors, gradient=param.main_grad.view(-1))
 
 
-def _moments(adam: Optimizer, main: Tensor) -> dict[str, Tensor]:
-    state = adam.state[main]
-    if not state:
-        state.update({name: torch.zeros_like(main.data) for name in MOMENTS})
-        if counts_by_parameter(adam):
-            state["step"] = new_step(adam, main)
-    return {name: state[name].view(-1) for name in MOMENTS}
+def _moments(updater: Optimizer, main: Tensor) -> dict[str, Tensor]:
+    return {name: moment.view(-1) for name, moment in moments_of(updater, main).items()}
 
 
 def _param_shards(model: Any) -> dict[int, list[tuple[int, ShardedTensor]]]:

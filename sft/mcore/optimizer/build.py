@@ -22,7 +22,7 @@ from sft.config import Config, OptimConfig
 from sft.config.schedule import Schedule
 from sft.mcore import device as devices
 from sft.mcore.lora import adapted
-from sft.mcore.optimizer import offload
+from sft.mcore.optimizer import inner, offload
 from sft.mcore.sharding.core_buffers import ShardParameter
 from sft.mcore.sharding.model import publish_weights
 
@@ -58,7 +58,7 @@ def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> Me
         optimizer = get_megatron_optimizer(core, chunks, config_overrides=overrides, use_gloo_process_groups=False)
     if optim.offload_fraction:
         offload.check_and_free(optimizer)
-    offload.use_fused_kernel(optimizer)
+    inner.use_fused_kernel(optimizer)
     return optimizer
 
 
@@ -98,7 +98,7 @@ def update(optimizer: MegatronOptimizer, chunks: Iterable[torch.nn.Module], devi
     optimizer.prepare_grads()
     norm = _norm(optimizer, device)
     if math.isfinite(norm):
-        for core in offload.chained_optimizers(optimizer):
+        for core in inner.chained_optimizers(optimizer):
             config, params = core.config, core.get_parameters()
             if config.clip_grad and params:
                 decoupled = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
@@ -115,9 +115,9 @@ def _norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
     would also overflow Adam's mean of squares, and all further updates would be 0.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for part in offload.all_chained(optimizer):  # experts have their own optimizer and process group
+    for part in inner.all_chained(optimizer):  # experts have their own optimizer and process group
         gradients = getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm  # core 0.16
-        squares = sum_of_squares([] if offload.is_empty(part) else gradients(), device)
+        squares = sum_of_squares([] if inner.is_empty(part) else gradients(), device)
         dist.all_reduce(squares, group=_world_or(part.get_grad_stats_parallel_group()))
         total += squares
     sum_of_all = total.item()

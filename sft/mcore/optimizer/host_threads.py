@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 
-from sft.mcore.optimizer.offload import adam_instances
+from sft.mcore.optimizer.inner import inner_optimizers
 from sft.parallel.collectives import all_gather_objects
 
 Cores = tuple[str, Collection[int]]  # a machine, and the cores on which a rank may run
@@ -20,7 +20,7 @@ def use(optimizer: MegatronOptimizer, group: dist.ProcessGroup) -> None:
     """Make each Adam in host memory step with the threads of this rank.  Collective."""
     ranks = all_gather_objects(lambda: (socket.gethostname(), _cores()), group)
     threads, threads_outside = num_threads(ranks, dist.get_rank(group)), torch.get_num_threads()
-    for adam in adam_instances(optimizer):
+    for adam in inner_optimizers(optimizer):
         if all(param.device.type == "cpu" for settings in adam.param_groups for param in settings["params"]):
             adam.register_step_pre_hook(lambda *unused: torch.set_num_threads(threads))
             adam.register_step_post_hook(lambda *unused: torch.set_num_threads(threads_outside))

@@ -1,0 +1,111 @@
+"""Access to the torch optimizers inside core's optimizer, and to the states that they keep.
+
+Usually core's optimizer has one Adam, which updates the parameters of all groups.  An optimizer that consists of
+several lists them in `sub_optimizers`, and each updates some of the parameters: core's hybrid optimizer (`offload.py`)
+has an Adam for the device and others for the host.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
+
+from sft.config.train import ADAM
+
+# Keys that only core's hybrid optimizer has in its groups.
+_HYBRID_KEYS = (
+    "offload_fraction",
+    "cpu_optimizer_cls",
+    "gpu_optimizer_cls",
+    "param_update_in_fp32",
+    "pin_cpu_grads",
+    "pin_cpu_params",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "bias_correction",
+)
+
+
+def chained_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers inside core's optimizer that have parameters.
+
+    A model with experts has two, one for the experts and one for all other parameters.
+    """
+    return [core for core in all_chained(optimizer) if not is_empty(core)]
+
+
+def all_chained(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """All optimizers inside core's optimizer, also those without parameters.  So all ranks run the same collectives."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def is_empty(core: MegatronOptimizer) -> bool:
+    return bool(getattr(core, "is_stub_optimizer", False))
+
+
+def inner_optimizers(optimizer: MegatronOptimizer) -> list[Optimizer]:
+    """Every torch optimizer inside `optimizer` and its chained optimizers that updates parameters."""
+    inners = [core.optimizer for core in chained_optimizers(optimizer)]
+    return [updater for inner in inners for updater in getattr(inner, "sub_optimizers", [inner])]
+
+
+def updater_lookup(core: MegatronOptimizer) -> Callable[[Tensor], tuple[Optimizer, Tensor]]:
+    """A function that gets a parameter of `core`, and returns the optimizer that updates it and the tensor that this
+    optimizer has.
+
+    The tensor is the parameter itself, or the hybrid optimizer's copy of it.
+    """
+    inner = core.optimizer
+    owners = {tensor: one for one in inner_optimizers(core) for group in one.param_groups for tensor in group["params"]}
+    copies = inner.param_to_inner_param if isinstance(inner, HybridDeviceOptimizer) else {}
+    return lambda param: (owners[copies.get(param, param)], copies.get(param, param))
+
+
+def moments_of(optimizer: Optimizer, tensor: Tensor) -> dict[str, Tensor]:
+    """The states that `optimizer` keeps for each element of `tensor`, by name.  Allocates them before the first step.
+
+    An optimizer of ours names its states in `state_types`, a method that gets the tensor and returns their dtypes by
+    name.  Adam has two moments in fp32.
+    """
+    state = optimizer.state[tensor]
+    own = getattr(optimizer, "state_types", None)
+    types = dict.fromkeys(ADAM.moments, torch.float32) if own is None else own(tensor)
+    if not state:
+        state.update({name: torch.zeros_like(tensor.data, dtype=dtype) for name, dtype in types.items()})
+        if counts_by_parameter(optimizer):
+            state["step"] = new_step(optimizer, tensor)
+    return {name: state[name] for name in types}
+
+
+def group_values(core: MegatronOptimizer) -> list[dict[str, Any]]:
+    """The values of each parameter group of `core` that do not depend on the kind of Adam, without the parameters."""
+    drop = ("params", "fused", *(_HYBRID_KEYS if isinstance(core.optimizer, HybridDeviceOptimizer) else ()))
+    return [{key: value for key, value in group.items() if key not in drop} for group in core.optimizer.param_groups]
+
+
+def use_fused_kernel(optimizer: MegatronOptimizer) -> None:
+    """Make torch's AdamW, which core uses without Transformer Engine, update a GPU's parameters in one kernel.
+
+    The default kernel needs temporaries of 4 bytes per parameter.  Call this function before the states exist.
+    """
+    for adam in inner_optimizers(optimizer):
+        for group in adam.param_groups if counts_by_parameter(adam) else []:
+            if all(param.is_cuda for param in group["params"]):
+                group["fused"] = True
+
+
+def counts_by_parameter(adam: Optimizer) -> bool:
+    """Whether this Adam keeps `step` per parameter, as torch's does.
+
+    The Adam of Transformer Engine and that of Apex keep it per parameter group.
+    """
+    return isinstance(adam, Adam | AdamW)
+
+
+def new_step(adam: Optimizer, tensor: Tensor) -> Tensor:
+    """A step of 0 for a parameter of torch's Adam, on the parameter's device if the kernel reads the step there."""
+    on_device = any(group.get("fused") or group.get("capturable") for group in adam.param_groups)
+    return torch.zeros((), dtype=torch.float32, device=tensor.device if on_device else "cpu")

@@ -42,7 +42,7 @@ EXIT_CODES = {
     "probe leak": "1 if the probe found a fault.",
     "probe parity": "1 if the probe found a fault.",
     "probe data": "1 if the probe found a fault.",
-    "compare": "1 if the runs differ.",
+    "compare": "1 if the runs differ and --exact is given.",
 }
 _OVERRIDES = ("recipe", "overrides")  # the introduction describes them
 

@@ -10,15 +10,19 @@ from typing import Any
 from sft.commands.output import need_matplotlib, picture_file, show
 from sft.errors import ConfigError
 
+RTOL = 1e-6  # of --exact
 _PICTURES = (".png", ".svg", ".pdf")
 
 
 def add(commands: Any) -> None:
-    compare_ = commands.add_parser("compare", help="find the first step at which two runs differ (exit code 1)")
+    about = "say what differs between two runs, and which one is better; with --exact, at which step they part"
+    compare_ = commands.add_parser("compare", help=about)
     for name in ("a", "b"):
         compare_.add_argument(name, type=Path, metavar=name.upper(), help="run folder, or its metrics.jsonl")
-    compare_.add_argument("--rtol", type=_number, default=1e-6, help="relative tolerance of floats (1e-6)")
-    compare_.add_argument("--atol", type=_number, default=0.0, help="absolute tolerance of floats (0)")
+    about = "find the first step at which a number differs (exit code 1); the other options need it"
+    compare_.add_argument("--exact", action="store_true", help=about)
+    compare_.add_argument("--rtol", type=_number, help=f"relative tolerance of floats ({RTOL:g})")
+    compare_.add_argument("--atol", type=_number, help="absolute tolerance of floats (0)")
     compare_.add_argument("--all", action="store_true", help="also compare metrics of time and memory")
     about = "ignore metrics and steps that only one run has"
     compare_.add_argument("--ignore-missing", action="store_true", help=about)
@@ -34,15 +38,29 @@ def add(commands: Any) -> None:
 
 
 def compare(arguments: Namespace) -> int:
-    """Run `sft compare`.  Returns 1 if the runs differ, else 0."""
+    """Run `sft compare`.  Returns 1 if the runs differ and --exact is given, else 0."""
+    if not arguments.exact:
+        for option in ("rtol", "atol", "all", "ignore_missing"):
+            if getattr(arguments, option) not in (None, False):
+                raise ConfigError(f"--{option.replace('_', '-')} has an effect only with --exact; add --exact.")
+        return _compare_experiments(arguments)
+
     from sft.metrics.results.compare import Tolerance, report
     from sft.metrics.results.records import read_metrics
 
-    tolerance = Tolerance(rtol=arguments.rtol, atol=arguments.atol)
+    rtol = RTOL if arguments.rtol is None else arguments.rtol
+    tolerance = Tolerance(rtol=rtol, atol=arguments.atol or 0.0)
     a, b = read_metrics(arguments.a), read_metrics(arguments.b)
     lines, is_different = report(a, b, tolerance, ignore_missing=arguments.ignore_missing, compare_all=arguments.all)
     show("\n".join(lines))
     return int(is_different)
+
+
+def _compare_experiments(arguments: Namespace) -> int:
+    from sft.metrics.results.experiments import Experiment, report
+
+    show("\n".join(report(Experiment.read(arguments.a), Experiment.read(arguments.b))))
+    return 0
 
 
 def plot(arguments: Namespace) -> None:

@@ -135,11 +135,16 @@ def table(rows: Sequence[MetricDifference]) -> list[str]:
         largest, relative = map(short, row.largest) if row.largest else ("-", "-")
         count = f"{row.num_different} of {row.num_steps}"
         cells.append((row.kind, row.name, count, str(step), a, b, largest, relative))
+    return aligned(cells, left=2)
+
+
+def aligned(cells: Sequence[Sequence[str]], *, left: int) -> list[str]:
+    """The lines of a table.  The first `left` columns are aligned on the left, the others on the right."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
         "  ".join(
-            cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        )
+            cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
         for line in cells
     ]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sft.metrics.results.records import EVAL, TRAIN, held_out_set, read_records
+from sft.metrics.results.records import EVAL, TRAIN, by_step, held_out_set, read_records
 
 SMOOTH = 0.05  # share of all values that a smoothed value averages
 BY_POSITION = "loss by position"  # {bucket: {"loss": nats per supervised token or null, "tokens": count}}
@@ -41,12 +41,6 @@ def read_run(folder: Path) -> PlottedRun:
         train=by_step([record for record in records if record["kind"] == TRAIN]),
         eval={name: by_step(entries) for name, entries in evaluations.items()},
     )
-
-
-def by_step(records: list[dict]) -> list[dict]:
-    """The last record of each step, in the order of steps."""
-    by_number = {entry["step"]: entry for entry in records}
-    return [by_number[step] for step in sorted(by_number)]
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:

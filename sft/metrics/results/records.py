@@ -60,6 +60,12 @@ def held_out_set(record: dict[str, Any]) -> str:
     return name
 
 
+def by_step(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last record of each step, in the order of steps."""
+    by_number = {entry["step"]: entry for entry in records}
+    return [by_number[step] for step in sorted(by_number)]
+
+
 def _is_whole(tail: bytes) -> bool:
     """Whether the text after the last line break is a record; a killed run may leave an incomplete record."""
     try:

@@ -1,4 +1,4 @@
-"""`sft compare`: what counts as a difference, and its messages if it cannot compare."""
+"""`sft compare --exact`: what counts as a difference, and its messages if it cannot compare."""
 
 import json
 import math
@@ -36,7 +36,7 @@ def compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Compare:
 
     def run(a: list[dict], b: list[dict], *flags: str) -> tuple[int, list[str]]:
         folders = [write(tmp_path / name, START, *records) for name, records in (("a", a), ("b", b))]
-        code = main(["compare", *map(str, folders), *flags])
+        code = main(["compare", "--exact", *map(str, folders), *flags])
         output = capsys.readouterr()
         assert output.err == ""
         return code, [" ".join(line.split()) for line in output.out.splitlines()]
@@ -120,7 +120,7 @@ def test_what_depends_on_the_clock_is_compared_with_all(tmp_path: Path, compare:
     code, lines = compare([a], [b])
     assert code == 0
     assert "not compared without --all: step-time-s, " + ", ".join(names) in lines
-    assert main(["compare", f"{tmp_path}/a", f"{tmp_path}/b", "--all"]) == 1
+    assert main(["compare", "--exact", f"{tmp_path}/a", f"{tmp_path}/b", "--all"]) == 1
 
 
 def test_a_metric_of_one_run_only(tmp_path: Path, compare: Compare) -> None:
@@ -129,7 +129,7 @@ def test_a_metric_of_one_run_only(tmp_path: Path, compare: Compare) -> None:
     assert code == 1
     assert lines[3:5] == ["only A has train metric entropy", "only B has train metric nll"]
     assert lines[-1] == "0 of 2 metrics differ (rtol 1e-06, atol 0); 2 records or metrics in one run only"
-    assert main(["compare", f"{tmp_path}/a", f"{tmp_path}/b", "--ignore-missing"]) == 0
+    assert main(["compare", "--exact", f"{tmp_path}/a", f"{tmp_path}/b", "--ignore-missing"]) == 0
 
 
 def test_a_shorter_run_is_compared_as_far_as_it_goes(compare: Compare) -> None:
@@ -172,14 +172,14 @@ def test_a_step_missing_where_both_were(tmp_path: Path, compare: Compare) -> Non
     assert code == 1
     assert lines[2:5] == ["compared: train 1, 3", "only A has train 2", "only A has eval 0, 2"]
     assert lines[-1].endswith("; 3 records or metrics in one run only")
-    assert main(["compare", f"{tmp_path}/a", f"{tmp_path}/b", "--ignore-missing"]) == 0
+    assert main(["compare", "--exact", f"{tmp_path}/a", f"{tmp_path}/b", "--ignore-missing"]) == 0
 
 
 def test_a_run_that_began_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """B continues from step 2: it has the evaluation of step 2, but not the training record."""
     a = write(tmp_path / "a", START, train(1), train(2), held_out(2), train(3))
     b = write(tmp_path / "b", START | {"step": 2}, train(3))
-    assert main(["compare", str(a), str(b)]) == 1
+    assert main(["compare", "--exact", str(a), str(b)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert "only A has train 1-2, outside the steps of the other run" in lines and "only A has eval 2" in lines
 
@@ -192,8 +192,8 @@ def test_the_last_record_of_a_step_counts(compare: Compare) -> None:
 @pytest.mark.parametrize("tail", ['{"kind": "tra', '{"kind": "train", "step": 2, "lm loss": 2.5', "7"])
 def test_a_half_written_last_line_is_left_out(tmp_path: Path, tail: str) -> None:
     a, b = write(tmp_path / "a", START, train(1), tail=tail), write(tmp_path / "b", START, train(1))
-    assert main(["compare", str(a), str(b)]) == 0
-    assert main(["compare", str(a / "metrics.jsonl"), str(b / "metrics.jsonl")]) == 0
+    assert main(["compare", "--exact", str(a), str(b)]) == 0
+    assert main(["compare", "--exact", str(a / "metrics.jsonl"), str(b / "metrics.jsonl")]) == 0
 
 
 GOOD = json.dumps(START) + "\n" + json.dumps(train(1)) + "\n"
@@ -219,7 +219,7 @@ def test_runs_that_cannot_be_compared_get_one_paragraph(
     bad.mkdir()
     if text is not None:
         (bad / "metrics.jsonl").write_bytes(text)
-    assert main(["compare", str(good), str(bad)]) == 2
+    assert main(["compare", "--exact", str(good), str(bad)]) == 2
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err.startswith("RunError: ") and message in output.err and output.err.count("\n") == 1
@@ -227,5 +227,5 @@ def test_runs_that_cannot_be_compared_get_one_paragraph(
 
 @pytest.mark.parametrize("value", ["-1", "nan", "much"])
 def test_a_tolerance_that_is_none(capsys: pytest.CaptureFixture[str], value: str) -> None:
-    assert main(["compare", "a", "b", f"--rtol={value}"]) == 2
+    assert main(["compare", "--exact", "a", "b", f"--rtol={value}"]) == 2
     assert f"--rtol: must be a number of at least 0, got '{value}'" in capsys.readouterr().err

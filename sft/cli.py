@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """The command line of sft, its arguments and exit codes.
 
 After an error that the user can cause, rank 0 prints one paragraph, and the exit code is 2.  sft/commands/ implements
@@ -21,13 +22,25 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sft import __version__
-from sft.commands import check, convert, data, evaluate, plan, probe, results, score, status, train
+from sft.commands import check, completion, convert, data, evaluate, plan, probe, results, schema, score, status, train
 from sft.errors import MAY_SUCCEED, ConfigError, SftError
 from sft.files.atomic_files import explained
 
 _SECONDS_FOR_RANK_0 = 10.0
 _RUNS = (["train"], ["eval"], ["score"], ["probe"])  # other commands have one process, even if RANK is set
-_COMMANDS = (train, check, plan, status, evaluate, score, data, probe, convert, results)  # in the order of `sft --help`
+_COMMANDS = (
+    train,
+    check,
+    plan,
+    status,
+    evaluate,
+    score,
+    data,
+    probe,
+    convert,
+    results,
+    schema,
+)  # in the order of `sft --help`
 
 
 def run() -> NoReturn:
@@ -63,6 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     words = sys.argv[1:] if argv is None else argv
+    if "_ARGCOMPLETE" in os.environ:
+        completion.complete(whole_parser())
     try:
         arguments = _parse(words)
         with explained():

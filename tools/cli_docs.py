@@ -19,6 +19,10 @@ _INTRO = """\
 `optim.lr=1e-5`. Settings and options may stand in any order after the recipe. tools/cli_docs.py generates this page
 from the parsers of the commands.
 
+A shell completes commands, options, keys and values: `pip install argcomplete`, then
+`eval "$(register-python-argcomplete sft)"` in ~/.bashrc, the same with `--shell zsh` in ~/.zshrc, or
+`register-python-argcomplete --shell fish sft | source` in fish's configuration.
+
 """
 # The meaning of exit codes for all commands; EXIT_CODES has the further meanings for some commands.
 _ALL = """\
@@ -49,11 +53,11 @@ _OVERRIDES = ("recipe", "overrides")  # the introduction describes them
 
 def page(before: str) -> str:
     """The whole page; `before` is not read."""
-    commands = _commands(cli.whole_parser())
-    return _INTRO + _ALL + "\n".join(line for command in commands for line in _section(*command))
+    listed = commands(cli.whole_parser())
+    return _INTRO + _ALL + "\n".join(line for command in listed for line in _section(*command))
 
 
-def _commands(
+def commands(
     parser: argparse.ArgumentParser, name: str = "", about: str = ""
 ) -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
     """The name, the description in `sft --help` and the parser of each command without subcommands, in order."""
@@ -63,7 +67,7 @@ def _commands(
     for group in groups:
         helps = {action.dest: action.help or "" for action in group._choices_actions}
         for word, child in group.choices.items():
-            yield from _commands(child, f"{name} {word}".strip(), helps[word])
+            yield from commands(child, f"{name} {word}".strip(), helps[word])
 
 
 def _section(name: str, about: str, parser: argparse.ArgumentParser) -> Iterator[str]:

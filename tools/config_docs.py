@@ -31,9 +31,13 @@ Unknown keys, wrong types and conflicting values are errors, and all errors are 
 value.  `no`, `on` and `010` are text.  Duplicate keys, anchors and tags are errors.  Paths are relative to the current
 directory.
 
-`sft check RECIPE --explain KEY` shows the meaning of a key and where its value came from.  recipe.yaml in the run
-folder contains every value of the run.  Keys of other trainers, such as `learning_rate` or `gradient_checkpointing`,
-are errors that name our key.
+`sft check RECIPE --explain KEY` shows the meaning of a key and where its value came from.  An editor completes keys
+with a JSON Schema: `sft schema > recipe.schema.json`, and the first line of a recipe is
+`# yaml-language-server: $schema=recipe.schema.json`.  An assistant writes a recipe with
+[the skill](../../skills/sft/SKILL.md).
+
+recipe.yaml in the run folder contains every value of the run.  Keys of other trainers, such as `learning_rate` or
+`gradient_checkpointing`, are errors that name our key.
 
 `sft check RECIPE` and training refuse the same recipes, also where only the data show the mistake:
 

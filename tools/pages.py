@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from tools import (
+    agent_docs,
     api_docs,
     cli_docs,
     config_docs,
@@ -73,6 +74,8 @@ PAGES: Mapping[str, Callable[[str], str]] = {
     "numbers/estimates.md": speed_table.page,
     **{f"pictures/{name}": partial(_drawn, picture) for name, picture in PICTURES.items()},
     "reference/python-api.md": api_docs.page,
+    "llms.txt": agent_docs.llms_text,
+    "../skills/sft/SKILL.md": agent_docs.skill,
 }
 
 

@@ -10,6 +10,7 @@ it.
 
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,16 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         return f"[{match[1]}]: {_copied(outside, page.file.src_uri, config, files)}" if outside else match[0]
 
     return _REFERENCE.sub(reference, _INLINE.sub(inline, markdown))
+
+
+def on_post_build(config: Any) -> None:
+    """Copies the text of all pages and the skill beside the site, for llms.txt, which links to them."""
+    site = Path(config.site_dir)
+    for page in (ROOT / "docs").rglob("*.md"):
+        shutil.copy(page, site / page.relative_to(ROOT / "docs"))
+    shutil.copytree(ROOT / "skills", site / "skills", dirs_exist_ok=True)
+    index = site / "llms.txt"
+    index.write_text(index.read_text(encoding="utf-8").replace("](../skills/", "](skills/"), encoding="utf-8")
 
 
 def _outside(target: str, page: str) -> Path | None:

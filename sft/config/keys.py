@@ -102,11 +102,11 @@ def is_reported(key: str) -> bool:
 
 def takes_list(key: str) -> bool:
     """Whether the key holds a list.  A single value then means a list with this value."""
-    kinds = _kinds(key)
+    kinds = types_of(key)
     return bool(kinds) and get_origin(kinds[0]) is list
 
 
-def _kinds(key: str) -> list[Any]:
+def types_of(key: str) -> list[Any]:
     """The types of the values that a key accepts, without their bounds: [int, NoneType]"""
     info = leaves().get(in_schema(key))
     return [kind for kind, _ in _alternatives(info.annotation)] if info else []
@@ -242,7 +242,7 @@ def nearest(key: str) -> str | None:
 
 def hint(key: str, value: Any) -> str:
     """Advice about a wrong `value`, such as `  Write 50000.`; empty if there is none."""
-    kinds = _kinds(key)
+    kinds = types_of(key)
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     if isinstance(value, float) and int in kinds and value.is_integer():
         return f"  Write {int(value)}."

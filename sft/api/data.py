@@ -71,7 +71,13 @@ def prepare(recipe: Recipe, *, verify: bool = False, sweep: bool = False) -> Pre
     from sft.recipe.tokenizer import tokenizer_of
 
     tokenizer = tokenizer_of(recipe.config)
-    corpora = prepare_recipe(recipe.config, tokenizer, Console(0, sys.stdout), verify=verify)
+    console = Console(0, sys.stdout)
+    corpora = prepare_recipe(recipe.config, tokenizer, console, verify=verify)
+    explained: set[str] = set()
+    for corpus in corpora.values():
+        for path, report in corpus.row_reports.items():
+            if findings := "; ".join(report.findings(explained)):
+                console.say(f"{path}: {findings}")
     stale = sweep_recipe(recipe.config, corpora.values(), tokenizer) if sweep else ()
     sets = {name: _facts(corpus) for name, corpus in corpora.items()}
     return Prepared(

@@ -118,8 +118,9 @@ def _check_data(recipe: "Recipe", layout: "Layout", gpu: "Gpu | None") -> None:
     num_steps = train.num_steps or loader.plans.total_steps(train.num_epochs or 1)
     loader.plans.check_length(num_steps)
     plan = loader.plans.plan(0)
+    explained: set[str] = set()
     lines = [
-        *corpus.summary().splitlines(),
+        *corpus.summary(explained).splitlines(),
         f"{len(plan):,} packs of at most {recipe.config.data.seq_length:,} tokens, {plan.fill:.1%} full, "
         f"of which {plan.alignment_waste:.1%} is padding inside documents",
         *length_lines(recipe.config, plan),
@@ -138,7 +139,7 @@ def _check_data(recipe: "Recipe", layout: "Layout", gpu: "Gpu | None") -> None:
         _check_fit(recipe, layout, rows, trained, lengths, gpu)
     _print_time(recipe, layout, tokenizer.vocab_size, lengths, gpu)
     for name, held_out in corpora.items():
-        print_group(name, held_out.summary().splitlines())
+        print_group(name, held_out.summary(explained).splitlines())
     _print_serving(recipe, tokenizer)
     longest = corpus.longest
     _print_warnings(recipe, warnings, num_steps=num_steps, num_packs=len(plan), longest=longest)

@@ -98,8 +98,9 @@ class DataConfig(Section):
     """Date, YYYY-MM-DD, that a chat template gets if it asks for today's, so that tokens are the same on every day."""
     on_omitted: Literal["report", "error"] = "report"
     """If the chat template leaves out a text of a chat: report (count and list the text), or error."""
-    supervise: Literal["assistant", "last", "all"] = "assistant"
-    """Supervised tokens: all assistant turns, the last assistant turn, or every token (docs/concepts/masks.md)."""
+    supervise: Literal["assistant", "last", "after_last_user", "all"] = "assistant"
+    """Supervised tokens: all assistant turns, the last one, those after the last user message, or every token
+    (docs/concepts/masks.md).  A message may choose itself: "train": false, "weight": 0.5."""
     turns: Literal["chat", "each"] = "chat"
     """chat: a chat is rendered once.  each: it is rendered up to every supervised assistant turn, and each rendering
     trains its last turn, with its thinking.  Common beginnings are stored and computed once

@@ -184,9 +184,16 @@ class Corpus:
         """int64 [n]: for each sample, the index of its source in `sources`."""
         return np.repeat(self._source_of, [len(lines) for lines in self._lines])
 
-    def summary(self) -> str:
-        """The row reports as text, one line per file."""
-        return "\n".join(f"{path}: {row_report}" for path, row_report in self.row_reports.items())
+    def summary(self, explained: set[str] | None = None) -> str:
+        """The row reports as text, one line per file.
+
+        explained: reasons that an earlier summary gave, which are not given again; None: no summary came before
+        """
+        reasons = set() if explained is None else explained
+        return "\n".join(
+            f"{path}: {'; '.join([report.sizes, *report.findings(reasons)])}"
+            for path, report in self.row_reports.items()
+        )
 
     def report(self) -> dict[str, Any]:
         """The row reports in JSON's types: {"digest": "3f...", "files": {"chat.jsonl": {"rows": 60000, ...}}}"""

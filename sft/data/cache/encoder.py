@@ -108,7 +108,7 @@ def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer
         num_padding += encoded.num_padding
         spelled.update(as_unicode(f"{token} in {role} texts") for token, role in encoded.spelled)
         if encoded.rendered is not None:
-            omitted += row_omissions(number, encoded.rendered, explained, encoded.omitted)
+            omitted += row_omissions(number, encoded.rendered, explained, encoded.omitted or ())
         try:
             for sample in _samples(number, encoded, data):
                 if reader is not None and len(sample.tokens):

@@ -8,12 +8,12 @@ left out (`chat/omitted.py`).
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import NamedTuple
 
-from sft.data.chat.omitted import OmittedText, find_omitted, why_omitted
+from sft.data.chat.omitted import OmittedText, why_omitted
 from sft.data.chat.render import RenderedChat
 from sft.data.chat.tokenizer import ChatTokenizer, template_name
 from sft.data.read.rows import DataFile, row_name
@@ -86,15 +86,14 @@ def named(role: str, kind: str) -> str:
 
 
 def row_omissions(
-    row: int, chat: RenderedChat, explained: set[tuple[str, str]], texts: list[OmittedText] | None = None
+    row: int, chat: RenderedChat, explained: set[tuple[str, str]], texts: Sequence[OmittedText]
 ) -> Iterator[RowOmission]:
     """Yields the omissions of a chat, one for each role and kind of text.
 
     row        number of the chat's row
     explained  the (role, kind) pairs for which an earlier row of the part gave a reason; this function adds its pairs
-    texts      the omitted texts; None: the texts that are not in the rendering of `chat`
+    texts      the omitted texts
     """
-    texts = find_omitted(chat) if texts is None else texts
     for kind, num in Counter((text.role, text.kind) for text in texts).items():
         first = next(text for text in texts if (text.role, text.kind) == kind)
         said, why = ("", "") if kind in explained else (first.text, why_omitted(chat, first))

@@ -165,7 +165,7 @@ def sweep_recipe(config: Config, corpora: Iterable[Corpus], tokenizer: ChatToken
 def _existing(file: DataFile, folder: Path, console: Console, *, verify: bool) -> Store | None:
     store = open_store(folder, verify=verify)
     if store is not None:
-        console.say(f"{file}: {store.row_report} ({'verified' if verify else 'cached'})")
+        console.say(f"{file}: {store.row_report.sizes} ({'verified' if verify else 'cached'})")
         shutil.rmtree(work_folder(folder), ignore_errors=True)  # left by a preparation that was killed
     elif folder.exists():
         console.say(f"{folder} is incomplete or was changed: tokenising {file} again")
@@ -243,7 +243,9 @@ def _tokenise_file(
     continued = f", {num_kept:,} of {len(results):,} parts reused" if num_kept else ""
     work = sum((result.work for result in results), Work())
     spent = f"; {work}" if work != Work() else ""
-    console.say(f"{job.file}: {store.row_report} (tokenised in {time.monotonic() - started:.1f} s{continued}{spent})")
+    console.say(
+        f"{job.file}: {store.row_report.sizes} (tokenised in {time.monotonic() - started:.1f} s{continued}{spent})"
+    )
     return store, work
 
 

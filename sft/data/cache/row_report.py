@@ -6,7 +6,7 @@ dropped or skipped.
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -150,46 +150,50 @@ class RowReport:
         return self.supervised_tokens / max(1, self.tokens_kept)
 
     def __str__(self) -> str:
+        return "; ".join([self.sizes, *self.findings(set())])
+
+    @property
+    def sizes(self) -> str:
+        """The numbers of samples and tokens: "12 samples, 4,096 tokens (31.0% supervised), longest 512"."""
         share = f"{100 * self.supervised_share:.1f}% supervised"
         if self.supervised_repeated:
             share += f"; {self.supervised_tokens:,} tokens have {self.supervised_kept:,} labels"
         text = f"{self.samples:,} samples, {self.tokens_kept:,} tokens ({share}), longest {self.longest:,}"
         if self.trees:
-            text += f"; {describe_trees(self.trees, self.texts, self.tokens_rendered, self.tokens_of_trees)}"
+            return f"{text}; {describe_trees(self.trees, self.texts, self.tokens_rendered, self.tokens_of_trees)}"
+        return text
+
+    def findings(self, explained: set[str]) -> Iterator[str]:
+        """Phrases about rows that are not whole samples.  explained: reasons that are not repeated; adds those given"""
         if self.rows_packed:
-            lost = self.documents_unsupervised, self.tokens_unsupervised
-            text += f"; {describe_packed(self.rows_packed, self.documents, *lost)}"
+            without_label = self.documents_unsupervised, self.tokens_unsupervised
+            yield describe_packed(self.rows_packed, self.documents, *without_label)
         if self.tokens_padding:
-            text += f"; {describe_padding(self.tokens_padding, self.rows_padded)}"
+            yield describe_padding(self.tokens_padding, self.rows_padded)
         if self.rows_cut:
-            text += f"; cut {self.rows_cut:,} samples: {_rows(self.cut, self.rows_cut)}"
+            yield f"cut {self.rows_cut:,} samples: {_rows(self.cut, self.rows_cut)}"
         if self.rows_windowed:
-            text += (
-                f"; made {self.samples_windowed:,} windows of {self.rows_windowed:,} rows, and windows repeat "
-                f"{self.tokens_repeated:,} tokens: {_rows(self.windowed, self.rows_windowed)}"
-            )
+            made = f"made {self.samples_windowed:,} windows of {self.rows_windowed:,} rows, and windows repeat"
+            yield f"{made} {self.tokens_repeated:,} tokens: {_rows(self.windowed, self.rows_windowed)}"
         if self.tokens_cut:
-            text += f"; left out {self.tokens_cut:,} tokens of these rows ({self.supervised_cut:,} supervised)"
+            yield f"left out {self.tokens_cut:,} tokens of these rows ({self.supervised_cut:,} supervised)"
         if self.rows_dropped:
-            text += (
-                f"; dropped {self.rows_dropped:,} samples of {self.tokens_dropped:,} tokens "
-                f"({self.supervised_dropped:,} supervised): {_rows(self.dropped, self.rows_dropped)}"
-            )
+            lost = f"{self.tokens_dropped:,} tokens ({self.supervised_dropped:,} supervised)"
+            yield f"dropped {self.rows_dropped:,} samples of {lost}: {_rows(self.dropped, self.rows_dropped)}"
         if self.rows_skipped:
             reasons = "; ".join(f"{count:,} x {reason}" for reason, count in self.reasons[:3])
-            text += f"; skipped {self.rows_skipped:,} bad rows: {_rows(self.skipped, self.rows_skipped)} ({reasons})"
+            yield f"skipped {self.rows_skipped:,} bad rows: {_rows(self.skipped, self.rows_skipped)} ({reasons})"
         if self.rows_unwanted:
-            text += f"; dropped {self.rows_unwanted:,} rows by label: {_rows(self.unwanted, self.rows_unwanted)}"
+            yield f"dropped {self.rows_unwanted:,} rows by label: {_rows(self.unwanted, self.rows_unwanted)}"
         if self.unused:
-            text += f"; {describe_unused(self.unused, self.unused_others)}"
+            yield describe_unused(self.unused, self.unused_others)
         if self.spelled:
-            text += f"; {describe_spelled(self.spelled)}"
+            yield describe_spelled(self.spelled)
         for omission in self.omitted:
+            reason = "" if omission.why in explained else f" ({omission.why.rstrip('.')})"
+            explained.add(omission.why)
             where = _rows(omission.rows, omission.chats)
-            text += (
-                f"; the chat template leaves out {omission.describe(self.chats)}: {where} ({omission.why.rstrip('.')})"
-            )
-        return text
+            yield f"the chat template leaves out {omission.describe(self.chats)}: {where}{reason}"
 
     def to_json(self) -> dict[str, Any]:
         """The fields by name.  Fields that count trees are left out if they are 0, as in stores of older versions."""

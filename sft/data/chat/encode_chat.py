@@ -2,12 +2,7 @@
 
 `encode_chat` renders a chat (`render.py`) and tokenises the rendered text as a whole (`tokens.py`).  Then it finds the
 assistant's turns in the text (`turns.py`) and their tokens (`tokens.py`).  `data.supervise` and the weights of messages
-determine the weights of tokens.  Supervised tokens by `data.supervise`:
-
-    assistant  the assistant's text and the token that ends each turn, once per turn; neither the role header nor the
-               newline after the turn
-    last       the same tokens as for assistant, but only of the last assistant turn
-    all        every token except the first
+determine the weights of tokens.  `supervised.py` says of which messages.
 
 With data.turns = each, each supervised assistant turn has a rendering of the chat that ends with this turn.  `tree.py`
 stores the common beginnings of these texts once.
@@ -21,14 +16,15 @@ import gc
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from sft.batch import Tree
 from sft.config import DataConfig
-from sft.data.chat.omitted import OmittedText, find_omitted, in_no_rendering
+from sft.data.chat.omitted import OmittedText, find_omitted, in_no_rendering, lost_texts
 from sft.data.chat.render import RenderedChat, render_chat, render_turns
+from sft.data.chat.supervised import Supervise, no_loss, weights_of_turns
 from sft.data.chat.tokenizer import BYTE_CONTROL, ByteTokenizer, ChatTokenizer, FolderTokenizer
 from sft.data.chat.tokens import Tokenised, TokenSpan, find_token_spans, tokenise
 from sft.data.chat.tree import TreeText, grow
@@ -37,8 +33,6 @@ from sft.data.rows.formats import Chat, PlainText
 from sft.data.rows.messages import THINKING, with_arguments, with_reasoning_keys
 from sft.data.rows.token_rows import Tokenized
 from sft.errors import DataError
-
-Supervise = Literal["assistant", "last", "all", "turn"]  # turn: the last turn, with data.turns = each
 
 
 class Encoding(NamedTuple):
@@ -51,8 +45,8 @@ class Encoding(NamedTuple):
     starts       index of the first token of each document; a packed row of tokens has several documents
     num_padding  number of padding tokens of the row, which are not among `tokens`
     tree         the texts of the row; None: it is one text
-    omitted      with data.turns = each, the texts that no rendering of the chat contains.  None: `omitted.py` finds
-                 them in `rendered`
+    omitted      texts that the template leaves out; with data.turns = each, those that no rendering contains.  None:
+                 nobody looked for them
     """
 
     tokens: np.ndarray
@@ -90,7 +84,12 @@ def encode_row(row: Chat | PlainText | Tokenized, tokenizer: ChatTokenizer, data
             "data.turns = each, or write a row for each completion."
         )
     if isinstance(row, Chat):
-        return encode_chat(row, tokenizer, data.supervise, inserted=data.supervise_inserted)
+        encoding = encode_chat(row, tokenizer, data.supervise, inserted=data.supervise_inserted)
+        return (
+            encoding
+            if encoding.rendered is None
+            else encoding._replace(omitted=lost_texts(encoding.rendered, data.supervise))
+        )
     if isinstance(row, PlainText):
         return _encode_text(row.text, tokenizer)
     outside = np.flatnonzero(row.tokens >= tokenizer.vocab_size)
@@ -160,7 +159,7 @@ def encode_turns(chat: Chat, tokenizer: ChatTokenizer, *, inserted: bool = True)
             texts, earlier = _encode_texts(answered, tokenizer, inserted, earlier)
             encoded += texts
     if not encoded:
-        raise _no_loss("turn")
+        raise no_loss("turn")
     if len(encoded) == 1:
         return encoded[0]
     grown = grow([TreeText(text.tokens, text.weights) for text in encoded])
@@ -243,16 +242,8 @@ def _weights(chat: Chat, supervise: Supervise, num_tokens: int, spans: list[Toke
                 weights[span.end_start : span.end] = 0
     weights[:1] = 0  # no token precedes and predicts the first token
     if not weights.any():
-        raise _no_loss(supervise)
+        raise no_loss(supervise)
     return weights
-
-
-def _no_loss(supervise: Supervise) -> DataError:
-    key = "data.turns = each" if supervise == "turn" else f"data.supervise = {supervise}"
-    return DataError(
-        f"every token has weight 0 with {key}, so the chat has no loss.  Give an "
-        "assistant message a weight above 0, or remove the chat."
-    )
 
 
 def _with_final_end(
@@ -277,14 +268,6 @@ def _with_final_end(
     span = next(span for span in reversed(spans) if span.message == last.message)
     whole = span._replace(end=len(ids), end_start=len(ids) - 1, is_end_usual=True)
     return ids, [whole if other is span else other for other in spans]
-
-
-def weights_of_turns(chat: Chat, supervise: Supervise) -> dict[int, float]:
-    """The weight of the tokens of each assistant message, by its index.  Leaves out 0, unless `supervise` is all."""
-    answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
-    weights = chat.weights or (1.0,) * len(chat.messages)
-    by_message = {i: weights[i] for i in (answers[-1:] if supervise in ("last", "turn") else answers)}
-    return by_message if supervise == "all" else {i: weight for i, weight in by_message.items() if weight != 0}
 
 
 def _encode_bytes(chat: Chat) -> tuple[np.ndarray, list[TokenSpan]]:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from sft.data.chat.reading import Reading
 from sft.data.chat.render import RenderedChat
+from sft.data.chat.supervised import Supervise, weights_of_turns
 from sft.data.rows.messages import THINKING
 from sft.data.template.chat_template import Refused
 from sft.data.template.rendering import DOCUMENTS, TOOLS, VARIABLES
@@ -56,6 +57,15 @@ def find_omitted(chat: RenderedChat, reading: Reading | None = None) -> list[Omi
     return [OmittedText(number, role, kind, text) for (_, number, role, kind), text in sorted(firsts.items())]
 
 
+def lost_texts(chat: RenderedChat, supervise: Supervise) -> list[OmittedText]:
+    """The texts that the template leaves out, except reasoning of turns that are not supervised.
+
+    The model does not see such reasoning when it is used, either: it belongs to an earlier turn of a prompt.
+    """
+    learnt = weights_of_turns(chat.chat, supervise)
+    return [text for text in find_omitted(chat) if text.kind != "reasoning" or text.number - 1 in learnt]
+
+
 def in_no_rendering(omitted: Sequence[list[OmittedText]], turns: Sequence[int]) -> list[OmittedText]:
     """The texts that are left out by every rendering of a chat that contains their message.
 
@@ -79,7 +89,7 @@ def why_omitted(chat: RenderedChat, omitted: OmittedText) -> str:
     a switch     the template reads a variable that has no value, and writes the text if the variable is true or false
     no key       the template does not read the key that holds the text
     the prompt   the template writes the text when it asks for the last answer, but not if the answer follows
-    later turns  the template writes the text only if no later message follows
+    a later one  the template writes the text until a certain later message follows
     another      the sentence gives no reason, and asks for another template
 
     GLM-4.6, reasoning  ->  data.chat_template_kwargs: {clear_thinking: false} keeps it.
@@ -103,11 +113,14 @@ def why_omitted(chat: RenderedChat, omitted: OmittedText) -> str:
             "the model is trained without the text, but used with it.  Give a template that keeps the text "
             "(data.chat_template)."
         )
-    if 0 <= index < len(messages) - 1 and _is_written(chat, omitted, index + 1, prompt=False):
-        return (
-            "The template writes this text only if no later message follows.  Give a template that keeps the text "
-            "(data.chat_template), or make rows that end with its message."
-        )
+    if 0 <= index < len(messages) - 1 and (later := _dropped_at(chat, omitted, index)) is not None:
+        role = messages[later]["role"]
+        where = "for turns after the last user message" if role == "user" else f"until a message of the {role} follows"
+        why = f"The template writes this text only {where}."
+        if messages[index]["role"] != "assistant":
+            return f"{why}  Give a template that keeps the text (data.chat_template)."
+        only = "after_last_user learns only the turns that have it" if role == "user" else "last learns only the last"
+        return f"{why}  data.turns: each learns every turn with its text; data.supervise: {only}."
     return "Give a template that writes this text (data.chat_template)."
 
 
@@ -121,6 +134,26 @@ def _switch(chat: RenderedChat, omitted: OmittedText) -> tuple[str, bool] | None
             if with_switch is not None and {text[:3] for text in with_switch} <= now - {omitted[:3]}:
                 return name, value
     return None
+
+
+def _dropped_at(chat: RenderedChat, omitted: OmittedText, index: int) -> int | None:
+    """The index of a message without which the template writes a text, and with which it leaves it out.
+
+    None: it also leaves the text out of a chat that ends with the text's own message.
+    index: the index of the text's message, which is not the last
+    """
+    if not _is_written(chat, omitted, index + 1, prompt=False):
+        return None
+    # A chat of the first `high` messages always loses the text; one of the first `low` never does, or is refused.
+    low, high = index + 1, len(chat.chat.messages)
+    while high - low > 1:
+        middle = (low + high) // 2
+        lost = _omitted_with(chat, num_messages=middle)
+        if lost is not None and omitted[:3] in {text[:3] for text in lost}:
+            high = middle
+        else:
+            low = middle
+    return high - 1
 
 
 def _is_written(chat: RenderedChat, omitted: OmittedText, num_messages: int, *, prompt: bool) -> bool:

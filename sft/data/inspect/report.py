@@ -147,7 +147,8 @@ def _files(survey: Survey) -> Iterator[str]:
         for counts in listed
     ]
     yield from _table([header, *body], left=2)
-    losses = [line for counts in survey.files for line in _losses(counts)]
+    explained: set[str] = set()
+    losses = [line for counts in survey.files for line in _losses(counts, explained)]
     yield from losses or (["nothing is cut, dropped or skipped"] if survey.refused is None else [])
     for counts in survey.files:
         if counts.unused:
@@ -156,9 +157,12 @@ def _files(survey: Survey) -> Iterator[str]:
             yield f"{_file(counts)}: {visible(describe_spelled(counts.spelled))}"
 
 
-def _losses(counts: FileCounts) -> Iterator[str]:
+def _losses(counts: FileCounts, explained: set[str]) -> Iterator[str]:
     """Lines about rows of a file of which not every token becomes one sample: trees, packed rows, padding, windows,
-    cut, dropped and skipped rows, and texts that the chat template leaves out."""
+    cut, dropped and skipped rows, and texts that the chat template leaves out.
+
+    explained: the reasons that earlier lines gave, which are not repeated; new ones are added
+    """
     name = _file(counts)
     if counts.trees:
         saved = describe_trees(counts.trees, counts.texts, counts.tokens_rendered, counts.tokens_of_trees)
@@ -189,7 +193,9 @@ def _losses(counts: FileCounts) -> Iterator[str]:
     if counts.rows_unwanted:
         yield f"{name}: label false drops {_rows(counts.rows_unwanted)}"
     for omitted in counts.omitted:
-        yield f"{name}: the chat template leaves out {omitted.describe(counts.chats)}; {visible(omitted.why)}"
+        reason = "" if omitted.why in explained else f"; {visible(omitted.why)}"
+        explained.add(omitted.why)
+        yield f"{name}: the chat template leaves out {omitted.describe(counts.chats)}{reason}"
 
 
 def _file(counts: FileCounts) -> str:

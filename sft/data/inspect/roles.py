@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sft.console import Console
-from sft.data.chat.encode_chat import Supervise, weights_of_turns
+from sft.data.chat.supervised import Supervise, weights_of_turns
 from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer
 from sft.data.inspect.counts import DataSet
 from sft.data.inspect.findings import NUM_EXAMPLES, Finding, finding

@@ -59,13 +59,31 @@ def test_counts_and_rows_are_in_the_ledger_and_in_the_list() -> None:
         "leaves out the assistant reasoning of 1 of 4 chats (2 messages): row 4 (The template never reads "
         "reasoning_content: give a template that does (data.chat_template))"
     )
-    assert told in log[-1] and told in corpus(path).summary()
+    assert told in corpus(path).summary() and "leaves out" not in log[-1]
     [listed] = Path("cache").glob("*/omitted.jsonl")
     assert listed.read_text().splitlines() == [
         '{"row": 2, "message": 1, "role": "system", "kind": "content", "num": 1}',
         '{"row": 4, "message": 2, "role": "assistant", "kind": "reasoning", "num": 2}',
         '{"row": 5, "message": 1, "role": "system", "kind": "content", "num": 1}',
     ]
+
+
+def test_reasoning_of_turns_that_are_not_learnt_is_no_loss() -> None:
+    """Nor does the model see it when it is used; the reasoning of the learnt turn counts."""
+    path = write(Path("a.jsonl"), {"messages": [HI[0], THOUGHT, HI[0], THOUGHT]})
+    for supervise, count in (("assistant", 2), ("last", 1), ("after_last_user", 1)):
+        [reasoning] = corpus(path, supervise=supervise).row_reports[Path(path)].omitted
+        assert (reasoning.kind, reasoning.count) == ("reasoning", count)
+
+
+def test_every_reason_is_given_once(capsys: pytest.CaptureFixture[str]) -> None:
+    write(Path("a.jsonl"), PLAIN, LAW)
+    write(Path("b.jsonl"), LAW)
+    data = "data.train=[a.jsonl,b.jsonl] data.eval=a.jsonl data.tokenizer=nemo data.num_workers=1 data.cache_dir=cache"
+    for command in ("data prepare", "check", "data inspect"):
+        assert main([*command.split(), "r.yaml", *data.split()]) == 0
+        told = "".join(capsys.readouterr())
+        assert told.replace("\n", "").count(NEMO[:40]) == 1 and told.count("leaves out the system content") == 3
 
 
 def test_parts_and_processes_do_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,6 +94,19 @@ def test_golden_masks(tokenizers: Tokenizers, name: str, expected: list[str]) ->
     assert runs(Chat(TALK, None), tokenizers(name)) == expected
 
 
+def test_supervision_after_the_last_user_message(tokenizers: Tokenizers) -> None:
+    """Call and answer after the last question are learnt, but not a turn to which its message gives no weight."""
+    rounds = [USER, assistant("1."), user("1 + 2?"), assistant(None, tool_calls=[call()]), tool("3"), assistant("3.")]
+    for tokenizer, answer in ((BYTE, "3.<|im_end|>"), (tokenizers("qwen3"), "3.<|im_end|>")):
+        called, last = runs(chat_of(rounds), tokenizer, "after_last_user")
+        assert '"name": "add"' in called and last.endswith(answer)
+        unlearnt = chat_of(rounds)._replace(weights=(1.0, 1.0, 1.0, 0.0, 1.0, 0.5))
+        assert runs(unlearnt, tokenizer, "after_last_user") == [last]
+    assert len(runs(Chat([assistant("Hi"), assistant("Well?")], None), BYTE, "after_last_user")) == 2  # nobody asked
+    with pytest.raises(DataError, match="Give an assistant message after the last user message a weight above 0"):
+        encode_chat(chat_of(rounds[:3]), BYTE, "after_last_user")
+
+
 def said_by_assistant(messages: Messages) -> list[str]:
     return [message["content"].strip() for message in messages if message["role"] == "assistant"]
 

@@ -91,10 +91,24 @@ def test_qwen3_leaves_out_earlier_reasoning(load: Load) -> None:
     for chat in (THINKING, inside):
         assert found(chat, qwen) == ["2 assistant reasoning"]
         assert why(chat, qwen) == (
-            "The template writes this text only if no later message follows.  Give a template that keeps the text "
-            "(data.chat_template), or make rows that end with its message."
+            "The template writes this text only for turns after the last user message.  data.turns: each learns every "
+            "turn with its text; data.supervise: after_last_user learns only the turns that have it."
         )
     assert found(THINKING[:2], qwen) == []
+
+
+def test_the_message_that_drops_a_text_is_found_by_trying(load: Load) -> None:
+    """Qwen3 keeps reasoning while calls, results and answers follow, and drops it when the user asks again."""
+    qwen, thoughtful = load("qwen3"), {**calling(x=3, y=4), "reasoning_content": "sum"}
+    rounds = [user("3+4?"), thoughtful, tool("7"), assistant("7"), user("And?"), assistant("8")]
+    assert found(rounds[:4], qwen) == [] and found(rounds, qwen) == ["2 assistant reasoning"]
+    assert "after the last user message" in why(rounds, qwen)
+    # A template that keeps reasoning only in the last message drops it at the result of the call.
+    last = load(source=reads("(message.reasoning_content or '' if loop.last else '') ~ (message.content or '')"))
+    assert why(rounds, last) == (
+        "The template writes this text only until a message of the tool follows.  data.turns: each learns every turn "
+        "with its text; data.supervise: last learns only the last."
+    )
 
 
 # --- every kind of text ---

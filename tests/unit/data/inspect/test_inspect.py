@@ -82,7 +82,12 @@ def test_messages_that_weigh_nothing_are_not_supervised() -> None:
 
 def test_what_data_supervise_makes_of_roles() -> None:
     write("w", chat("a", "bbb", "c", "d"))
-    for supervise, shares in {"assistant": (0.0, 1.0), "last": (0.0, 0.25), "all": (1.0, 1.0)}.items():
+    for supervise, shares in {
+        "assistant": (0.0, 1.0),
+        "last": (0.0, 0.25),
+        "all": (1.0, 1.0),
+        "after_last_user": (0.0, 0.25),
+    }.items():
         taken = survey(train=["w.jsonl"], supervise=supervise)
         assert tuple(role.supervised_share for role in taken.roles) == shares
         unfinished = [finding.count for finding in taken.findings if finding.what == "unfinished_turns"]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sft.api.data import Prepared, PreparedSet, prepare
+    from sft.api.generation import Generated, Prompt, generate
     from sft.api.models import Exported, export
     from sft.api.plans import Plan, PlanOptions, plan
     from sft.api.recipes import load
@@ -30,6 +31,7 @@ __all__ = [
     "train",
     "export",
     "plan",
+    "generate",
     "Recipe",
     "Prepared",
     "PreparedSet",
@@ -37,6 +39,8 @@ __all__ = [
     "Exported",
     "Plan",
     "PlanOptions",
+    "Generated",
+    "Prompt",
     "SftError",
 ]
 _HOMES = {
@@ -45,6 +49,7 @@ _HOMES = {
     "train": "sft.api.training",
     "export": "sft.api.models",
     "plan": "sft.api.plans",
+    "generate": "sft.api.generation",
     "Recipe": "sft.recipe.resolved",
     "Prepared": "sft.api.data",
     "PreparedSet": "sft.api.data",
@@ -52,6 +57,8 @@ _HOMES = {
     "Exported": "sft.api.models",
     "Plan": "sft.api.plans",
     "PlanOptions": "sft.api.plans",
+    "Generated": "sft.api.generation",
+    "Prompt": "sft.api.generation",
     "SftError": "sft.errors",
 }
 

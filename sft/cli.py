@@ -22,25 +22,33 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sft import __version__
-from sft.commands import check, completion, convert, data, evaluate, plan, probe, results, schema, score, status, train
+from sft.commands import (
+    check,
+    completion,
+    convert,
+    data,
+    evaluate,
+    explain,
+    generate,
+    init,
+    plan,
+    probe,
+    results,
+    schema,
+    score,
+    status,
+    train,
+)
 from sft.errors import MAY_SUCCEED, ConfigError, SftError
 from sft.files.atomic_files import explained
 
 _SECONDS_FOR_RANK_0 = 10.0
 _RUNS = (["train"], ["eval"], ["score"], ["probe"])  # other commands have one process, even if RANK is set
+# In the order of `sft --help`.
 _COMMANDS = (
-    train,
-    check,
-    plan,
-    status,
-    evaluate,
-    score,
-    data,
-    probe,
-    convert,
-    results,
-    schema,
-)  # in the order of `sft --help`
+    *(init, check, explain, plan, train, status, evaluate, generate),
+    *(score, data, probe, convert, results, schema),
+)
 
 
 def run() -> NoReturn:

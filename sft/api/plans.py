@@ -39,8 +39,8 @@ class Plan:
         """The fastest proposal on the first number of GPUs; None if nothing fits."""
         return next(iter(self.reports[0].proposals), None)
 
-    def write(self, file: str | Path) -> None:
-        """Write the best proposal as a recipe.
+    def write(self, file: str | Path, *, has_comments: bool = False) -> None:
+        """Write the best proposal as a recipe.  has_comments: whether it says what each key means
 
         Raises ConfigError if nothing fits, if several numbers of GPUs were planned, or if the file cannot be written.
         """
@@ -51,7 +51,8 @@ class Plan:
             raise ConfigError(f"{file}: one proposal makes a recipe, but the plan has {content}.")
         is_recipe = self.model.endswith((".yaml", ".yml"))
         sibling = f"{self.model}, from which it was planned." if is_recipe else "recipes/ has others."
-        text = recipe_text(self.recipe, self.reports[0].task, self.best, path=str(file), sibling=sibling)
+        task = self.reports[0].task
+        text = recipe_text(self.recipe, task, self.best, path=str(file), sibling=sibling, has_comments=has_comments)
         try:
             Path(file).parent.mkdir(parents=True, exist_ok=True)
             Path(file).write_text(text, encoding="utf-8")

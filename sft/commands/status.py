@@ -7,11 +7,14 @@ from typing import Any
 
 from sft.commands.arguments import read_recipe, recipe_command
 from sft.commands.output import show
+from sft.config import yaml
+from sft.errors import ConfigError
 
 
 def add(commands: Any) -> None:
     about = "show how a run ended, and whether to start the run again (exit code 0, 75 or 2)"
-    recipe_command(commands, "status", status, about)
+    command = recipe_command(commands, "status", status, about)
+    command.description = f"{about[:1].upper()}{about[1:]}.  RECIPE may also be the folder of a run."
 
 
 def status(arguments: Namespace) -> int:
@@ -23,6 +26,12 @@ def status(arguments: Namespace) -> int:
     from sft.run.lock import is_gone
     from sft.run.status import describe, read, verdict
 
+    run = Path(arguments.recipe)
+    if run.is_dir():  # a run folder, which has the recipe of its newest start
+        arguments.recipe = str(run / "recipe.yaml")
+        arguments.overrides = [*arguments.overrides, f"run.dir={yaml.write(str(run))}"]
+        if not Path(arguments.recipe).is_file():
+            raise ConfigError(f"{run} has no recipe.yaml, so it is not the folder of a run.  Give one, or a recipe.")
     config = read_recipe(arguments).config
     folder = Path(config.run.dir)
     state = read(folder)

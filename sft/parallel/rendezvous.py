@@ -22,6 +22,7 @@ from sft.errors import ConfigError, PeerError, StorageError
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 INTERFACES = (NCCL, GLOO)
 LOOPBACK = "127.0.0.1"
+_OF_RANKS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _KEY = "sft/address of the second node"
 _ANY_PORT = 9  # any port would do: connecting a UDP socket sends nothing
 
@@ -31,6 +32,7 @@ def join(backend: str, *, timeout_s: int, store: dist.Store | None = None) -> No
 
     store  connects all ranks; a process that joins a second time needs a new store
     """
+    check_environment()
     timeout, rank, world_size = datetime.timedelta(seconds=timeout_s), 0, 1
     if "RANK" in os.environ:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -38,6 +40,18 @@ def join(backend: str, *, timeout_s: int, store: dist.Store | None = None) -> No
         choose_interface(store)
     store = dist.HashStore() if store is None else store
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
+
+
+def check_environment() -> None:
+    """Raise ConfigError if the environment has some, but not all, of the variables that torchrun sets for a rank."""
+    present = [name for name in _OF_RANKS if name in os.environ]
+    if present and len(present) < len(_OF_RANKS):
+        missing = [name for name in _OF_RANKS if name not in os.environ]
+        raise ConfigError(
+            f"the environment has {', '.join(present)}, but not {', '.join(missing)}, so this process is half a rank.  "
+            "Start the ranks with sft train RECIPE --processes N on one machine, or with torchrun; for one process "
+            f"alone, unset {', '.join(present)}."
+        )
 
 
 @contextmanager

@@ -1,8 +1,11 @@
 """Writes a proposal as a recipe: the keys of the planned recipe, the proposal's settings, and a header."""
 
+import re
+import textwrap
 from math import ceil
 
-from sft.config.keys import leaves, values
+from sft.config import Config, yaml
+from sft.config.keys import in_schema, leaves, values
 from sft.console import short_count
 from sft.estimate.gpus import GIB
 from sft.planner.reasons import counted
@@ -12,19 +15,52 @@ from sft.recipe.load import parse_recipe
 from sft.recipe.resolved import Recipe
 
 
-def recipe_text(recipe: Recipe, task: Task, proposal: Proposal, *, path: str, sibling: str) -> str:
+def recipe_text(
+    recipe: Recipe, task: Task, proposal: Proposal, *, path: str, sibling: str, has_comments: bool = False
+) -> str:
     """The text of the planned recipe.
 
-    path     path of the recipe's file, for the launch line
-    sibling  name of a recipe for the same model, which the header mentions
+    path          path of the recipe's file, for the launch line
+    sibling       name of a recipe for the same model, which the header mentions
+    has_comments  whether a comment says what each key means; the keys are then in separate lines
     """
     keys = {key: value for key, value in user_keys(recipe).items() if key not in PLANNED} | proposal.settings
     keys |= _cluster(task, proposal)
-    text = "\n".join([*_header(task, proposal, path, sibling), "", text_of(keys)])
+    text = "\n".join([*_header(task, proposal, path, sibling), "", commented(keys) if has_comments else text_of(keys)])
     written = values(parse_recipe(text, path).config)  # raises ConfigError if the text is not a valid recipe
     planned = values(proposal.config)
     assert all(written[key] == planned[key] for key in PLANNED), "the recipe reads back as the proposal"
     return text
+
+
+def commented(keys: Keys) -> str:
+    """The keys as YAML, one in a line, each below the first sentence of its meaning.
+
+    optim:
+      # Peak learning rate.
+      lr: 1e-05
+    """
+    lines: list[str] = []
+    headed: set[str] = set()
+    for key, value in sorted(keys.items(), key=lambda item: _position(item[0])):
+        *groups, name = key.split(".")
+        for depth in range(len(groups)):
+            if (path := ".".join(groups[: depth + 1])) not in headed:
+                headed.add(path)
+                lines += [""] * (depth == 0 and bool(lines)) + ["  " * depth + f"{groups[depth]}:"]
+        indent = "  " * len(groups)
+        meaning = " ".join((leaves()[in_schema(key)].description or "").split())
+        first = re.split(r"(?<=[.;]) ", meaning)[0].rstrip(".;") + "."
+        lines += textwrap.wrap(first, 100, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+        lines.append(f"{indent}{name}: {yaml.write(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _position(key: str) -> tuple[int, list[int], str]:
+    """The position of a key in a recipe: groups in the order of a recipe, keys of a group before its inner groups."""
+    names = list(leaves())
+    group = key.rpartition(".")[0]
+    return list(Config.model_fields).index(key.split(".")[0]), [group.count(".")], f"{names.index(in_schema(key)):04}"
 
 
 def _cluster(task: Task, proposal: Proposal) -> Keys:
@@ -39,13 +75,15 @@ def _cluster(task: Task, proposal: Proposal) -> Keys:
 def launch_line(proposal: Proposal, task: Task, path: str) -> str:
     """The command that starts the run on each node.
 
+    sft train a.yaml --processes 8
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m sft train a.yaml
     """
     hardware, gpus = task.hardware, proposal.num_gpus
     nodes = hardware.nodes(gpus)
-    several = f"--nnodes {nodes} " if nodes > 1 else ""
-    meet = "--rdzv-backend c10d --rdzv-endpoint HOST:29500 " if nodes > 1 else ""
-    return f"torchrun {several}--nproc-per-node {ceil(gpus / nodes)} {meet}-m sft train {path}"
+    if nodes == 1:
+        return f"sft train {path} --processes {gpus}"
+    meet = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    return f"torchrun --nnodes {nodes} --nproc-per-node {ceil(gpus / nodes)} {meet} -m sft train {path}"
 
 
 def _header(task: Task, proposal: Proposal, path: str, sibling: str) -> list[str]:

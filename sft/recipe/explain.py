@@ -1,8 +1,8 @@
-"""Makes the text of `sft check --explain`: where the value of a key comes from, and what the key means."""
+"""Makes the texts of `sft explain` and `sft check --explain`: what a key means, and where its value comes from."""
 
 from collections.abc import Callable
 
-from sft.config.keys import OPEN, RENAMED, expected, leaves, show, unknown, values
+from sft.config.keys import OPEN, RENAMED, expected, in_schema, leaves, show, unknown, values
 from sft.errors import ConfigError
 from sft.parallel.layout import Layout
 from sft.recipe.resolved import Recipe, derived
@@ -32,17 +32,10 @@ def explain(recipe: Recipe, key: str, layout: Callable[[], Layout]) -> str:
         meaning  Data-parallel size: groups of ranks that train on different packs.
     """
     current, substitutes = values(recipe.config), derived(recipe.config)
-    paragraphs = [f"{key} is now called {RENAMED[key]}"] if key in RENAMED else []
-    key = RENAMED.get(key, key)
+    paragraphs, key = _renamed(key)
     for name in (k for k in current if k == key or k.startswith(f"{key}.")):
         value = substitutes[name][0] if name in substitutes else current[name]
-        info = leaves()[name if name in leaves() else OPEN]
-        default = "; required" if info.is_required() else f"; default {show(info.default)}"
-        paragraphs.append(
-            f"{name} = {show(value)}\n    from     {recipe.origins[name]}\n"
-            f"    type     {expected(name)}{default if name in leaves() else ''}\n"
-            f"    meaning  {info.description}"
-        )
+        paragraphs.append(f"{name} = {show(value)}\n    from     {recipe.origins[name]}\n{_type_and_meaning(name)}")
     if not paragraphs and (size := key.rpartition(".")[2]) in _SIZES:
         sizes, (source, meaning) = layout(), _SIZES[size]
         value = getattr(sizes, size)
@@ -55,3 +48,34 @@ def explain(recipe: Recipe, key: str, layout: Callable[[], Layout]) -> str:
     if not paragraphs:
         raise ConfigError(unknown(key, f"command line: --explain {key}"))
     return "\n".join(paragraphs)
+
+
+def meaning(key: str) -> str:
+    """The type and the meaning of `key`, or of every key in the group `key`.  Raises ConfigError for an unknown key.
+
+    optim.lr
+        type     a number above 0.0; required
+        meaning  Learning rate after warm-up.
+    """
+    paragraphs, key = _renamed(key)
+    names = [name for name in leaves() if name == key or name.startswith(f"{key}.")]
+    if not names and in_schema(key) in leaves():  # data.train.chat.weight
+        names = [in_schema(key)]
+    paragraphs += [f"{name}\n{_type_and_meaning(name)}" for name in names]
+    if not names and (size := key.rpartition(".")[2]) in _SIZES:
+        source, about = _SIZES[size]
+        paragraphs.append(f"{key}\n    type     not a key; it is {source}\n    meaning  {about}")
+    if not paragraphs:
+        raise ConfigError(unknown(key, f"command line: {key}"))
+    return "\n".join(paragraphs)
+
+
+def _renamed(key: str) -> tuple[list[str], str]:
+    """A line if the key has a new name, and the current name."""
+    return ([f"{key} is now called {RENAMED[key]}"] if key in RENAMED else []), RENAMED.get(key, key)
+
+
+def _type_and_meaning(name: str) -> str:
+    info = leaves()[name if name in leaves() else OPEN]
+    default = "; required" if info.is_required() else f"; default {show(info.default)}"
+    return f"    type     {expected(name)}{default if name in leaves() else ''}\n" f"    meaning  {info.description}"

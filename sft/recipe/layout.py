@@ -23,7 +23,13 @@ def resolve_layout(recipe: Recipe, world_size: int | None) -> Layout:
     except ConfigError as error:
         named = [key for key in leaves() if f"{key} = " in str(error)]
         origins = ", ".join(f"{key} ({recipe.origins[key]})" for key in named)
-        raise ConfigError(f"{error}\n  Set in: {origins}." if named else str(error)) from None
+        lines = [str(error), *([f"  Set in: {origins}."] if named else [])]
+        if world_size == 1 and (least := smallest_world(recipe.config)) > 1:
+            lines.append(
+                f"  This is one process, and the recipe needs {least}, or a multiple.  On one machine, start sft train "
+                f"{recipe.path} --processes {least}; on several, start torchrun on each (docs/how-to/launch.md)."
+            )
+        raise ConfigError("\n".join(lines)) from None
 
 
 def launched_world_size() -> int | None:

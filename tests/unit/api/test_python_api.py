@@ -20,7 +20,7 @@ from sft.data.work import Work
 from sft.errors import CheckpointError, ConfigError, DataError
 
 ROOT = Path(__file__).resolve().parents[3]
-FUNCTIONS = ("load", "prepare", "train", "export", "plan")
+FUNCTIONS = ("load", "prepare", "train", "export", "plan", "generate")
 CHAT = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there"}]}\n'
 # Eight GPUs with 80 GB hold this model at this length; one GPU does not hold it at a million tokens.
 LLAMA = """\

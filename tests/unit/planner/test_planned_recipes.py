@@ -27,10 +27,10 @@ DECIDES += ("tools/plan_recipes.py", "recipes/planned/", "tests/unit/planner/")
 
 
 def world_size(name: str) -> int:
-    """The number of processes in the torchrun command of the header."""
+    """The number of processes in the command of the header."""
     command = header(FOLDER / name)["Launch"]
     nodes = re.search(r"--nnodes (\d+)", command)
-    assert "--nproc-per-node 8 " in command
+    assert "--nproc-per-node 8 " in command or command.endswith(" --processes 8")
     return 8 * (int(nodes[1]) if nodes else 1)
 
 

@@ -264,7 +264,7 @@ def test_the_header_of_a_recipe() -> None:
     one_node, _ = written(QWEN_8B, 32768, 8, is_lora=True)
     assert one_node.splitlines()[:2] == [
         "# Purpose:  trains LoRA adapters of Qwen/Qwen3-8B at 32K tokens; `sft plan` chose the layout.",
-        "# Launch:   torchrun --nproc-per-node 8 -m sft train planned.yaml",
+        "# Launch:   sft train planned.yaml --processes 8",
     ]
 
 

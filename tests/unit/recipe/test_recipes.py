@@ -25,9 +25,9 @@ def header(name: str) -> list[str]:
 
 
 def launched_world_size(name: str) -> int:
-    """The number of processes in the torchrun command of the header."""
+    """The number of processes in the command of the header."""
     command = header(name)[1]
-    per_node = re.search(r"--nproc-per-node (\d+)", command)
+    per_node = re.search(r"--(?:nproc-per-node|processes) (\d+)", command)
     nodes = re.search(r"--nnodes (\d+)", command)
     assert per_node, command
     return int(per_node[1]) * (int(nodes[1]) if nodes else 1)
@@ -38,7 +38,7 @@ def test_headers(name: str) -> None:
     lines = header(name)
     for line, word in zip(lines, HEADER, strict=True):
         assert line.startswith(f"# {word}") and len(line.partition(":")[2].strip()) > 10, line
-    assert f"-m sft train recipes/{name}" in lines[1]
+    assert f"sft train recipes/{name}" in lines[1]
     siblings = re.findall(r"\w+\.yaml", lines[4])
     assert siblings and set(siblings) <= set(RECIPES) - {name}
 

@@ -1,13 +1,15 @@
 """Chooses the weights from which a new run starts: those of model.hf, a Megatron checkpoint, or random weights.
 
-`load_initial` loads them into an engine.  `describe` describes and checks them without reading their values.
+`load_initial` loads them into an engine.  `describe` describes and checks them without reading their values.  `sft
+check` calls it, so megatron-core is imported only where weights or checkpoints are read.
 """
 
 import math
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from sft.checkpoint import folders, manifest, resume
+from sft.checkpoint import folders, manifest
 from sft.config import RANDOM, Config
 from sft.console import Console, size
 from sft.errors import CheckpointError, ConfigError
@@ -17,18 +19,22 @@ from sft.hf.hub_headers import header_folder
 from sft.hf.model_family import model_family
 from sft.hf.source import Source, open_source
 from sft.hf.tensor_check import check_tensors
-from sft.mcore import initial_weights
-from sft.mcore.checkpoint_io import engine_state, safe_reader
-from sft.mcore.engine import Engine
 from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
-from sft.weights.load import load_weights
+
+if TYPE_CHECKING:
+    from sft.mcore.engine import Engine
 
 
-def load_initial(engine: Engine, config: Config, console: Console) -> str:
+def load_initial(engine: "Engine", config: Config, console: Console) -> str:
     """Load the weights from which a new run starts into `engine`.  Collective.  Returns a text that names them.
 
     Raises ConfigError or CheckpointError on all ranks if the weights are missing, or do not fit the model.
     """
+    from sft.checkpoint import resume
+    from sft.mcore import initial_weights
+    from sft.mcore.checkpoint_io import engine_state
+    from sft.weights.load import load_weights
+
     model, control = config.model, engine.groups.control
     if model.init_from == RANDOM:
         initial_weights.initialise(engine)
@@ -68,6 +74,8 @@ def compare_tensors(path: Path, config: Config, vocab_size: int | None) -> str:
     vocab_size: number of rows of the embedding without padding; None if unknown
     Raises CheckpointError if weights are missing or have other shapes than the model.
     """
+    from sft.mcore.checkpoint_io import safe_reader
+
     model, stored = config.model, safe_reader.tensors(path)
     family = model_family(model)
     if family is None:

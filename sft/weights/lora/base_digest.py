@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sft.checkpoint import folders, manifest
 from sft.config import RANDOM, Config
@@ -16,15 +17,17 @@ from sft.errors import CheckpointError
 from sft.files.atomic_files import replace_text
 from sft.files.file_digest import entry_of
 from sft.files.folder_files import LIST_BYTES, UnsafeFileError, matching, read_json
-from sft.mcore.process_groups import ProcessGroups
 from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
 from sft.weights.initial import find_checkpoint
 from sft.weights.lora import merged_adapters
 
+if TYPE_CHECKING:
+    from sft.mcore.process_groups import ProcessGroups
+
 MEMORY = "base.json"  # in the folder of the run
 
 
-def base_digest(config: Config, run: Path, groups: ProcessGroups, *, remembers: bool = True) -> str:
+def base_digest(config: Config, run: Path, groups: "ProcessGroups", *, remembers: bool = True) -> str:
     """The digest of the frozen weights that the recipe names.  Collective: each rank hashes some of the files.
 
     run: the folder of the run, whose base.json has the known digests of files

@@ -7,6 +7,7 @@ folder must have exactly the adapters of the recipe, with the same rank and scal
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,10 +18,6 @@ from sft.errors import CheckpointError, ConfigError
 from sft.hf.family import Family, TensorMapping
 from sft.hf.model_family import model_family
 from sft.layers.adapters import EMBEDDING, HEAD, Trained, names_of
-from sft.mcore.checkpoint_io import engine_state
-from sft.mcore.engine import Engine, weights_changed
-from sft.mcore.lora import adapted, factors, freeze
-from sft.mcore.sharding.parts import held
 from sft.parallel.collectives import all_gather_objects
 from sft.weights.lora import merged_adapters
 from sft.weights.lora.matched import Matched, match, shown
@@ -28,6 +25,9 @@ from sft.weights.lora.peft import folder
 from sft.weights.lora.peft.config import disagreements
 from sft.weights.lora.peft.stacked import rows_in_file, stacked_part
 from sft.weights.lora.peft.targets import module_of
+
+if TYPE_CHECKING:
+    from sft.mcore.engine import Engine
 
 _KEYS = {EMBEDDING: "train_embeddings", HEAD: "train_head"}  # our weight -> the key of `lora` that trains it whole
 
@@ -63,12 +63,15 @@ class Opened:
         return notes
 
 
-def load_new_adapters(engine: Engine, config: Config, console: Console) -> str:
+def load_new_adapters(engine: "Engine", config: Config, console: Console) -> str:
     """Load the adapters with which a new run starts into `engine`.  Collective.  Returns a text that names them.
 
     Raises ConfigError or CheckpointError on all ranks if one rank cannot read the adapters, or reads a value that is
     not finite.
     """
+    from sft.mcore.engine import weights_changed
+    from sft.mcore.lora import adapted
+
     if config.lora.init_from is None:
         adapted.initialise(engine.chunks, config.run.seed)
         weights_changed(engine)
@@ -244,8 +247,12 @@ def _plain(name: str) -> str:
     return name.partition("@")[0].rstrip("/")
 
 
-def _parts(engine: Engine, opened: Opened) -> Iterator[folder.AdapterPart]:
+def _parts(engine: "Engine", opened: Opened) -> Iterator[folder.AdapterPart]:
     """The parts of the folder that this rank trains."""
+    from sft.mcore.checkpoint_io import engine_state
+    from sft.mcore.lora import adapted, freeze
+    from sft.mcore.sharding.parts import held
+
     for stack in adapted.factor_parts(engine.chunks):
         stacked = opened.stacks.get(_name_and_factor(stack.key)[0])
         for shard in [stack] if stacked else adapted.of_linears(stack):
@@ -271,5 +278,7 @@ def _parts(engine: Engine, opened: Opened) -> Iterator[folder.AdapterPart]:
 
 def _name_and_factor(key: str) -> tuple[str, str]:
     """The name of an adapter and of one of its factors: adapter.a.q_proj.lora_A.weight -> a.q_proj, lora_A"""
+    from sft.mcore.lora import factors
+
     name, _, factor = key.removeprefix(factors.PREFIX).removesuffix(".weight").rpartition(".")
     return name, factor

@@ -1,6 +1,9 @@
 """`sft init`, `sft explain` and `sft generate`: a way in for somebody who has read nothing."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -156,3 +159,17 @@ def test_status_of_a_run_folder(run, tiny: Path) -> None:
     recipe = f"run: {{dir: elsewhere}}\nmodel: {{hf: {tiny}/model}}\ndata: {{train: a.jsonl, seq_length: 64}}\n"
     Path("runs/a/recipe.yaml").write_text(recipe + "train: {num_steps: 1, global_batch_size: 2}\noptim: {lr: 1e-5}\n")
     assert "runs/a: the run was never started" in run("status", "runs/a")[1]
+
+
+@pytest.mark.parametrize("keys", [(), ("lora.rank=4",)], ids=["all-weights", "lora"])
+def test_a_check_needs_no_megatron(tiny: Path, tmp_path: Path, keys: tuple[str, ...]) -> None:
+    """Importing megatron-core takes several CPU seconds, and a check reads headers and data only."""
+    recipe = f"run: {{dir: a, device: cpu}}\nmodel: {{hf: {tiny}/model}}\n"
+    recipe += f"data: {{train: {tiny}/chats.jsonl, seq_length: 64}}\ntrain: {{num_steps: 1, global_batch_size: 2}}\n"
+    (tmp_path / "a.yaml").write_text(recipe + "optim: {lr: 1e-5}\n")
+    script = "import sys; from sft.cli import main; code = main(sys.argv[1:]); print(code, 'megatron' in sys.modules)"
+    words = [sys.executable, "-W", "ignore", "-c", script, "check", "a.yaml", *keys]
+    done = subprocess.run(
+        words, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.stdout.splitlines()[-1:] == ["0 False"], done.stdout + done.stderr

@@ -31,6 +31,7 @@ from sft.commands import (
     explain,
     generate,
     init,
+    launch,
     plan,
     probe,
     results,
@@ -46,7 +47,7 @@ _SECONDS_FOR_RANK_0 = 10.0
 _RUNS = (["train"], ["eval"], ["score"], ["probe"])  # other commands have one process, even if RANK is set
 # In the order of `sft --help`.
 _COMMANDS = (
-    *(init, check, explain, plan, train, status, evaluate, generate),
+    *(init, check, explain, plan, train, launch, status, evaluate, generate),
     *(score, data, probe, convert, results, schema),
 )
 

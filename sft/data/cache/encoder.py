@@ -30,6 +30,7 @@ from sft.data.read.strict_json import parse
 from sft.data.rows.formats import Chat, UnwantedRow, read_row, unused_keys
 from sft.data.rows.messages import as_unicode, shortened
 from sft.data.teacher.inline import KEY
+from sft.data.teacher.records import ORIGIN
 from sft.errors import DataError
 
 MAX_WEIGHTS = 256  # distinct weights that one byte per token can index; the first weight is 0
@@ -101,7 +102,8 @@ def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer
                 raise DataError(f"{row_name(file, number)}: {reason}") from error
             rejects.append(Reject(number, as_unicode(reason)))  # errors may quote half a surrogate pair
             continue
-        unused.update(as_unicode(shortened(key)) for key in unused_keys(value) if key != KEY or of_row is None)
+        read = () if of_row is None else (KEY, *ORIGIN)
+        unused.update(as_unicode(shortened(key)) for key in unused_keys(value) if key not in read)
         num_chats += isinstance(row, Chat)
         variables |= row.variables.keys() if isinstance(row, Chat) else set()
         num_padded += encoded.num_padding > 0

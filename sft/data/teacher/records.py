@@ -34,6 +34,7 @@ from sft.errors import DataError
 FORMAT = "sft score 1"
 METADATA = b"sft_score"
 _DIGEST = np.dtype("S32")
+ORIGIN = ("file", "row", "part")  # columns that say where a sample came from; training does not read them
 _FIELDS = ("tokenizer", "digest", "positions", "ids", "logprobs", "label_logprobs")
 
 
@@ -44,7 +45,8 @@ def schema(facts: dict[str, Any]) -> Any:
     numbers, ids = pa.list_(pa.float32()), pa.list_(pa.int32())
     kinds = pa.string(), pa.string(), ids, pa.list_(ids), pa.list_(numbers), numbers
     teacher = pa.struct(list(zip(_FIELDS, kinds, strict=True)))
-    columns = [("file", pa.string()), ("row", pa.int64()), ("part", pa.int32()), ("input_ids", ids)]
+    origin = zip(ORIGIN, (pa.string(), pa.int64(), pa.int32()), strict=True)
+    columns = [*origin, ("input_ids", ids)]
     content = json.dumps({"format": FORMAT, **facts}, sort_keys=True)
     return pa.schema([*columns, ("loss_mask", numbers), ("teacher", teacher)], metadata={METADATA: content})
 

@@ -81,6 +81,7 @@ def test_records_reach_their_samples_in_any_order_of_rows(settings: dict[str, An
 def test_a_scored_file_is_data_by_itself(tmp_path: Path) -> None:
     before = corpus_of(write(tmp_path / "a.jsonl", ROW, LONG))
     after = corpus_of(score(tmp_path / "scored.parquet", before), teacher={"k": 3, "label": True})
+    assert "2 samples" in after.summary() and "not used" not in after.summary()
     assert after.digest != before.digest
     for number in range(2):
         ours, theirs = before.sample(number), after.sample(number)

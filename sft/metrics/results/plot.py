@@ -150,5 +150,6 @@ def draw(runs: Sequence[PlottedRun], out: Path, chance: float | None = None) -> 
             axes.yaxis.set_major_formatter(EngFormatter(sep=""))
         if key != "lm loss":
             axes.set_ylim(bottom=0)
-    panels[0].legend(frameon=False)
+    # Below the panels, because curves could cross a legend inside one.
+    top.legend(*panels[0].get_legend_handles_labels(), frameon=False, loc="outside lower left", ncols=min(len(runs), 3))
     figure.savefig(out, dpi=120, format=out.suffix[1:])

@@ -224,3 +224,19 @@ def test_a_run_that_cannot_be_drawn_gets_one_paragraph(tmp_path: Path, capsys: p
     assert output.out == "" and not (tmp_path / "demo" / "plot.png").exists()
     assert output.err.startswith("RunError: ") and "has no step and no evaluation" in output.err
     assert output.err.count("\n") == 1
+
+
+def test_the_legend_covers_no_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [[held_out(0, 5.0, set="near"), train(1, 5.5), held_out(1, 4.0, set="far")]] * 2
+    panels = draw(tmp_path, monkeypatch, *runs)
+    [losses] = [axes for axes in panels if axes.get_title("left") == "loss"]
+    part = losses.get_figure(root=False)
+    losses.get_figure(root=True).draw_without_rendering()
+    [legend] = part.legends
+    assert [text.get_text() for text in legend.get_texts()][1:3] == ["a: held out near 5.000 to 5.000"] + [
+        "a: held out far 4.000 to 4.000"
+    ]
+    assert losses.get_legend() is None and len(legend.get_texts()) == 6
+    box = legend.get_window_extent()
+    assert not any(box.overlaps(axes.get_tightbbox()) for axes in panels)
+    assert box.x1 < part.bbox.x1

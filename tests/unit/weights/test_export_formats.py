@@ -2,7 +2,11 @@
 
 import io
 import json
+import os
+import signal
+import sys
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,7 +17,8 @@ from torch import Tensor
 from sft.commands.convert import FORMATS
 from sft.config.checkpoint import ExportFormat
 from sft.console import QUIET, Console
-from sft.errors import CheckpointError, ConfigError
+from sft.errors import CheckpointError, ConfigError, SftError
+from sft.hf import safetensors_writer
 from sft.hf.source import open_source
 from sft.low_bits import fp8, grouped
 from sft.low_bits.fp4 import TransposedMxfp4
@@ -374,6 +379,77 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(KeyboardInterrupt):
         export(checkpoint, "fp8_block")
     assert not list(tmp_path.glob("as *"))
+
+
+# --- kills -----------------------------------------------------------------------------------------------------------
+
+STRIDE = 11  # events from one kill to the next
+
+
+def killed_at(number: int, action: Callable[[], object], folder: str) -> bool:
+    """Runs an action in a forked process.  SIGKILL ends it at event `number`, from 0, if there are so many: the start
+    of a tensor's write, or a file that is opened, made or renamed below a path that begins with `folder`.
+
+    Returns whether it was killed.
+    """
+    if not (process := os.fork()):
+        numbers, bytes_of = count(), safetensors_writer.bytes_of
+
+        def strike() -> None:
+            if next(numbers) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def look(event: str, arguments: tuple[Any, ...]) -> None:
+            if event in ("os.mkdir", "os.rename", "open") and str(arguments[0]).startswith(folder):
+                strike()
+
+        def noted(tensor: Tensor) -> memoryview:
+            strike()
+            return bytes_of(tensor)
+
+        safetensors_writer.bytes_of = noted
+        sys.addaudithook(look)
+        try:
+            action()
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(process, 0)
+    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+
+def is_whole(folder: Path, expected: dict[str, Tensor]) -> bool:
+    """Whether our reader opens a folder.  All tensors are then there."""
+    try:
+        open_source(folder)
+    except SftError:
+        return False
+    assert hf.same(tensors(folder), expected)
+    return True
+
+
+def test_a_killed_export_leaves_nothing_half_written_and_its_repeat_is_the_same(tmp_path: Path) -> None:
+    """The export has two files of tensors and an index."""
+    checkpoint = imported(tmp_path, "qwen3")
+
+    def exported() -> Path:
+        return export(checkpoint, "nvfp4", shard_bytes=200_000)[0]
+
+    target = exported()
+    expected = {path.name: path.read_bytes() for path in target.iterdir()}
+    expected_tensors = tensors(target)
+    assert len([name for name in expected if name.endswith(".safetensors")]) == 2
+    target.rename(tmp_path / "whole")
+    opened = []
+    for number in count(0, STRIDE):
+        if not killed_at(number, exported, f"{target}.tmp-"):
+            break
+        assert not target.exists()
+        [leftover] = tmp_path.glob("as nvfp4.tmp-*") if number else [tmp_path / "none"]
+        opened.append(is_whole(leftover, expected_tensors))
+        if leftover.exists():
+            leftover.rename(tmp_path / f"left by {number}")
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == expected
+    assert len(opened) > 6 and opened[0] is False and opened[-1] is True
 
 
 def test_the_command_knows_every_format() -> None:

@@ -12,7 +12,8 @@ them.
 The values of a held-out document are all different.  So a model that knows the values of the document, but not which
 value belongs to which key, gives one of KEYS answers right.  This is the accuracy by chance.
 
-retrieval-train.jsonl has documents of many lengths, most of them short, which ask for every key many times.
+retrieval-train.jsonl has documents of many lengths, most of them short, which ask for every key many times.  With
+--noise, some of its answers are random digits.
 retrieval-512.jsonl asks for every key once, in the order of the statements, so that each answer is exactly 512 tokens
 after its statement.  There is one such file for each of DISTANCES.  A row holds tokens of the byte tokenizer and a loss
 mask.
@@ -52,12 +53,15 @@ def filler() -> bytes:
     return b"\n" + b"\n".join(line for line in text.split(b"\n") if not STATEMENT.match(line))
 
 
-def document(rng: random.Random, text: bytes, values: list[str], *, before: int, between: int, rounds: int) -> Document:
+def document(
+    rng: random.Random, text: bytes, values: list[str], *, before: int, between: int, rounds: int, noise: float = 0.0
+) -> Document:
     """A document with `before` tokens of filler before the statements, and `between` tokens after them.
 
     values  the value of each statement; the keys are random
     rounds  how often each key is asked for; the first round has the order of the statements, and the others a random
             order
+    noise   share of the answers that are a random digit in place of the value
     """
     keys = rng.sample(ascii_lowercase, len(values))
     lines = [f"\n{key}{value}".encode() for key, value in zip(keys, values, strict=True)]
@@ -65,8 +69,11 @@ def document(rng: random.Random, text: bytes, values: list[str], *, before: int,
     asked = [i for number in range(rounds) for i in (rng.sample(order, len(order)) if number else order)]
     tokens = excerpt(rng, text, before) + b"".join(lines) + excerpt(rng, text, between)
     first = len(tokens)
+    answered = [
+        lines[i][:-1] + rng.choice(digits).encode() if noise and rng.random() < noise else lines[i] for i in asked
+    ]
     return Document(
-        tokens + b"".join(lines[i] for i in asked),
+        tokens + b"".join(answered),
         [first + LINE * i + LINE - 1 for i in range(len(asked))],
     )
 
@@ -77,16 +84,15 @@ def excerpt(rng: random.Random, text: bytes, size: int) -> bytes:
     return text[start : start + size]
 
 
-def train_documents(rng: random.Random, text: bytes, num_tokens: int) -> Iterator[Document]:
+def train_documents(rng: random.Random, text: bytes, num_tokens: int, noise: float) -> Iterator[Document]:
     """Training documents with about `num_tokens` tokens in all, in random order."""
     short, made = int(SHORT_SHARE * num_tokens), 0
     documents = []
     while made < num_tokens:
         values = rng.choices(digits, k=rng.choice(TRAIN_KEYS))
         between = 0 if made < short else round(MAX_FILLER ** rng.uniform(0.4, 1.0))
-        new = document(
-            rng, text, values, before=rng.randrange(64), between=between, rounds=TRAIN_QUESTIONS // len(values)
-        )
+        rounds = TRAIN_QUESTIONS // len(values)
+        new = document(rng, text, values, before=rng.randrange(64), between=between, rounds=rounds, noise=noise)
         made += len(new.tokens)
         documents.append(new)
     rng.shuffle(documents)
@@ -117,12 +123,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the files")
     parser.add_argument("--tokens", type=int, default=1_000_000, help="number of tokens for training")
     parser.add_argument("--held-out", type=int, default=6, help="number of held-out documents of each distance")
+    about = "share of the training answers that are a random digit (default: %(default)s)"
+    parser.add_argument("--noise", type=float, default=0.0, help=about)
     parser.add_argument("--seed", type=int, default=0, help="seed of the random choices")
     options = parser.parse_args()
     text = filler()
     options.out.mkdir(parents=True, exist_ok=True)
     rng = random.Random(f"train {options.seed}")
-    write(options.out / "retrieval-train.jsonl", train_documents(rng, text, options.tokens))
+    write(options.out / "retrieval-train.jsonl", train_documents(rng, text, options.tokens, options.noise))
     for distance in DISTANCES:
         rng = random.Random(f"held out {distance} {options.seed}")
         made = held_out_documents(rng, text, distance, options.held_out)

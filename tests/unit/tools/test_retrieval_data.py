@@ -74,3 +74,18 @@ def test_training_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     again, other = make(tmp_path / "b", "--tokens", "60000"), make(tmp_path / "c", "--tokens", "60000", "--seed", "1")
     for name in sorted(path.name for path in again.iterdir()):
         assert (out / name).read_bytes() == (again / name).read_bytes() != (other / name).read_bytes()
+
+
+def test_noise_changes_answers_of_training_only(tmp_path: Path) -> None:
+    """With noise 0.5, an answer is right with probability 0.5 + 0.5 / 10."""
+    clean = make(tmp_path / "a", "--tokens", "60000")
+    noisy = make(tmp_path / "b", "--tokens", "60000", "--noise", "0.5")
+    right = []
+    for tokens, answers in rows(noisy / "retrieval-train.jsonl"):
+        for answer in answers:
+            statement = re.search(tokens[answer - 2 : answer] + b"([0-9])", tokens)  # a newline, the key and its value
+            assert statement is not None and statement.start(1) not in answers
+            right.append(statement[1] == tokens[answer : answer + 1])
+    assert len(right) > 10_000 and 0.53 < np.mean(right) < 0.57
+    for path in clean.glob("retrieval-[1-9]*.jsonl"):
+        assert path.read_bytes() == (noisy / path.name).read_bytes()

@@ -6,7 +6,7 @@
 #   --te          also installs Transformer Engine; its part for torch is compiled, which needs a CUDA toolkit of the
 #                 version of torch's CUDA (13.0) in CUDA_HOME or /usr/local/cuda, and a C++ compiler
 #   --extras A,B  extras of setup.cfg: plot (pictures of runs), dev (tests and lint), fla (Gated DeltaNet on GPUs),
-#                 kernels (attention on Hopper and Blackwell), wandb, mlflow.  The option can be repeated
+#                 kernels (attention on Hopper and Blackwell), s3 (checkpoints in an object store), wandb, mlflow.  The option can be repeated
 #   --wheels DIR  takes packages from this folder only, for a machine without a package index
 #   VENV          folder of the environment; an existing environment is updated
 #

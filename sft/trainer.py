@@ -11,6 +11,7 @@ from typing import Any
 
 from sft.checkpoint import resume
 from sft.checkpoint.judge import Judge
+from sft.checkpoint.remote import RemoteCopies
 from sft.checkpoint.saver import Saver
 from sft.checkpoint.train_state import Conditions, TrainState
 from sft.console import Console
@@ -98,6 +99,8 @@ class Trainer:
             on_published=self._after_publishing,
             in_use=self.exports.in_use,
         )
+        if (url := config.checkpoint.remote) is not None:
+            self.saver.copies = RemoteCopies(config.checkpoint, url, console, lifecycle.holds_folder)
         self.judge = Judge(config.checkpoint, self.data.held_out_facts(), checkpoints, console, config.loss.weighing)
         self.evaluator = Evaluator(self.engine, self.data.held_out, config.train, lifecycle, self.num_steps)
         self.check = StepCheck(config.train, console)

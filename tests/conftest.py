@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.object_store import s3  # noqa: F401 - a fixture of all tests
 from tests.ranks.pool import RankPool, Ranks
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test contacts the hub; tests/unit/fixtures/hub.py serves a hub on this machine

@@ -27,13 +27,14 @@ _JUMP = 2.0  # `jump` warns if two learning rates differ by more than this facto
 class Continuation:
     """The checkpoint from which a run continues.
 
+    path      the folder, or the URL of a copy in checkpoint.remote
     is_named  whether checkpoint.resume is a path that leads to the checkpoint
     facts     the TrainState (key "state") and the fields of Conditions; None if another program wrote the checkpoint
     damaged   one text for each newer checkpoint that is skipped because it is damaged
     reported  one line for each change of recipe, plan, layout or versions that is not refused
     """
 
-    path: Path
+    path: Path | str
     is_named: bool
     facts: Mapping[str, Any] | None
     damaged: tuple[str, ...] = ()
@@ -42,7 +43,7 @@ class Continuation:
     @property
     def step(self) -> int:
         """Optimizer steps done."""
-        return int(self.facts["state"]["step"]) if self.facts else folders.step_of(self.path) or 0
+        return int(self.facts["state"]["step"]) if self.facts else folders.step_of(Path(self.path)) or 0
 
 
 def check(
@@ -130,7 +131,7 @@ def facts_of(path: Path) -> Mapping[str, Any] | None:
 
 
 def compare(
-    path: Path,
+    path: Path | str,
     facts: Mapping[str, Any] | None,
     now: Conditions,
     config: CheckpointConfig,
@@ -162,7 +163,7 @@ def compare(
     return changed.reported
 
 
-def check_base(path: Path, stored: str | None, base: str | None, *, is_compared: bool = True) -> None:
+def check_base(path: Path | str, stored: str | None, base: str | None, *, is_compared: bool = True) -> None:
     """Raise CheckpointError if the checkpoint and this run differ in their frozen weights, beside which adapters are
     trained, or in whether they train adapters.
 
@@ -251,12 +252,13 @@ def lines(resumed: Continuation | None, num_steps: int | None = None) -> list[st
     ]
 
 
-def _refusal(path: Path, changed: Changes, allowed: list[str]) -> str:
+def _refusal(path: Path | str, changed: Changes, allowed: list[str]) -> str:
     override = shlex.quote(f"checkpoint.allow_changes=[{', '.join([*allowed, *changed.refused])}]")
     refused = "; ".join(f"{key} {change}" for key, change in changed.refused.items())
     others = f"  Also changed: {'; '.join(changed.reported)}." if changed.reported else ""
+    weights = path if isinstance(path, Path) else "FOLDER, after you have copied it there,"
     return (
         f"{path} cannot be resumed with this recipe: {refused}.{others}  Undo the change; or accept it, if the tensors "
-        f"keep their shapes: {override}; or start a new run from the weights of the checkpoint: model.init_from={path} "
-        f"with another run.dir."
+        f"keep their shapes: {override}; or start a new run from the weights of the checkpoint: "
+        f"model.init_from={weights} with another run.dir."
     )

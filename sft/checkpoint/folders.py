@@ -198,16 +198,26 @@ def remove_old(
     if keep_last is None:
         return
     try:
-        older = [path for path in published(folder) if int(path.name[5:]) < step]
+        by_step = {int(path.name[5:]): path for path in published(folder)}
     except CheckpointError as error:  # the link was made while the run trained
         return report(f"WARNING: no checkpoint is removed: {error}")
-    for path in older[: max(0, len(older) - (keep_last - 1))]:
-        older_step = int(path.name[5:])
-        if older_step in keep_steps or (keep_every and older_step % keep_every == 0):
-            continue
+    for old in retired(by_step, step, keep_last=keep_last, keep_every=keep_every, keep_steps=keep_steps):
+        path = by_step[old]
         renamed = path.with_name(f"{path.name}.retired-{secrets.token_hex(4)}")
         try:
             os.rename(path, renamed)
             shutil.rmtree(renamed)
         except OSError as error:
             report(f"WARNING: {path} cannot be removed: {error}")
+
+
+def retired(
+    steps: Collection[int], step: int, *, keep_last: int, keep_every: int | None, keep_steps: Collection[int | None]
+) -> list[int]:
+    """The steps of `steps` whose checkpoints `remove_old` removes, lowest first."""
+    older = sorted(other for other in steps if other < step)
+    return [
+        old
+        for old in older[: max(0, len(older) - (keep_last - 1))]
+        if old not in keep_steps and not (keep_every and old % keep_every == 0)
+    ]

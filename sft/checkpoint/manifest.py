@@ -96,7 +96,7 @@ def damage(folder: Path, manifest: Manifest, *, verify: Verify, share: tuple[int
     if verify == "off":
         return []
     index, num_shares = share
-    own = _shares(manifest, num_shares)[index]
+    own = shares(manifest, num_shares)[index]
     problems = []
     for name in manifest.files if index == 0 else own:
         path, entry = folder / name, manifest.files[name]
@@ -107,7 +107,7 @@ def damage(folder: Path, manifest: Manifest, *, verify: Verify, share: tuple[int
     return problems
 
 
-def _shares(manifest: Manifest, count: int) -> list[list[str]]:
+def shares(manifest: Manifest, count: int) -> list[list[str]]:
     """The names of the files, divided into `count` shares.
 
     If exactly `count` ranks wrote shards, share i has the files that rank i wrote.  On the same layout, rank i then

@@ -15,6 +15,8 @@ from pathlib import Path
 from sft.checkpoint import continuation, folders, held_out_pass, manifest
 from sft.checkpoint.manifest import Verify
 from sft.checkpoint.origin import RunOrigin
+from sft.checkpoint.remote import RemoteCopies
+from sft.checkpoint.remote_folder import RemoteFolder
 from sft.checkpoint.saver import Saver
 from sft.checkpoint.train_state import Conditions, TrainState
 from sft.config import CheckpointConfig, Config
@@ -51,7 +53,7 @@ def restore(
     Collective.  Raises CheckpointError if the run cannot resume, ConfigError if checkpoints cannot be written.
     """
     folder, control = saver.folder, engine.groups.control
-    point = find(config.checkpoint, folder, engine.groups, console)
+    point = find(config.checkpoint, folder, engine.groups, console, saver.copies)
     for removed in broadcast_from_rank0(lambda: folders.remove_leftovers(folder), control):
         console.say(f"removed {removed}, which an interrupted save left")
     broadcast_from_rank0(lambda: folders.check_writable(folder), control)
@@ -60,38 +62,51 @@ def restore(
         state = broadcast_from_rank0(partial(held_out_pass.added, point.path, state), control)
         is_ours = broadcast_from_rank0(lambda: folder.exists() and point.path.parent.samefile(folder), control)
         saver.resumed(state.step, is_ours=is_ours)
+        if is_ours and saver.copies is not None:
+            saver.copies.catch_up(point.path, state, control)
         return state
     console.say(f"started from {load_initial()}")
     return TrainState()
 
 
-def find(config: CheckpointConfig, folder: Path, groups: ProcessGroups, console: Console) -> ResumePoint | None:
+def find(
+    config: CheckpointConfig,
+    folder: Path,
+    groups: ProcessGroups,
+    console: Console,
+    copies: RemoteCopies | None = None,
+) -> ResumePoint | None:
     """The checkpoint that `checkpoint.resume` selects; None if a new run starts.  Collective.
 
+    copies: where newer checkpoints may be, which are then fetched; also in place of one that is damaged here
     Raises CheckpointError if all selected checkpoints are damaged, or if checkpoint.resume names a damaged one.
     """
-    paths, is_named = broadcast_from_rank0(lambda: continuation.selected(config, folder), groups.control)
     damaged: list[str] = []
-    for path in paths:
+    while True:
+        if copies is not None:
+            copies.fetch_newer(folder, groups.control)
+        if damaged and not broadcast_from_rank0(lambda: bool(folders.candidates(folder)), groups.control):
+            raise CheckpointError(continuation.none_undamaged(folder, damaged))
+        paths, is_named = broadcast_from_rank0(lambda: continuation.selected(config, folder), groups.control)
+        if not paths:
+            return None
         try:
-            return replace(verified(path, config.verify, groups), is_named=is_named)
+            return replace(verified(paths[0], config.verify, groups), is_named=is_named)
         except CheckpointError as error:
             if is_named:  # the checkpoint may belong to another run, so it is not renamed
                 raise
             damaged.append(str(error))
-            broadcast_from_rank0(partial(_quarantine, path, str(error), console), groups.control)
-    if damaged:
-        raise CheckpointError(continuation.none_undamaged(folder, damaged))
-    return None
+            broadcast_from_rank0(partial(_quarantine, paths[0], str(error), console), groups.control)
 
 
 def next_step(config: CheckpointConfig, folder: Path) -> int:
     """The step after which the run would continue if no checkpoint is damaged; 0 if unknown.  Called on rank 0."""
+    copied = 0 if config.remote is None else RemoteFolder(config.remote).newest() or 0
     try:
         paths, _ = continuation.selected(config, folder)
     except CheckpointError:  # `find` reports the error
-        return 0
-    return (folders.step_of(paths[0]) or 0) if paths else 0
+        return copied
+    return max(copied, (folders.step_of(paths[0]) or 0) if paths else 0)
 
 
 def verified(path: Path, verify: Verify, groups: ProcessGroups) -> ResumePoint:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from sft.checkpoint import folders, held_out_pass, manifest
 from sft.checkpoint.manifest import Manifest
+from sft.checkpoint.remote import RemoteCopies
 from sft.checkpoint.train_state import Conditions, TrainState
 from sft.config import CheckpointConfig
 from sft.console import Console, size
@@ -61,6 +62,7 @@ class Saver:
         self._config, self.folder, self._conditions, self._groups = config, folder, conditions, groups
         self._console, self._is_ours, self._on_published = console, is_ours, on_published
         self._in_use = in_use
+        self.copies: RemoteCopies | None = None  # the trainer sets it if checkpoint.remote is given
         # None without checkpoint.async_save, and after a rank had too little memory for a copy
         self._buffers = CopyBuffers() if config.async_save else None
         self._plans = SavePlans()
@@ -73,6 +75,8 @@ class Saver:
     def resumed(self, step: int, *, is_ours: bool) -> None:
         """Record that the run continues after `step`.  is_ours: whether the checkpoint is in this run's folder"""
         self._resumed_step = step
+        if self.copies is not None:
+            self.copies.resumed(step)
         self._saved_step = step if is_ours else None
 
     def prepare(self, engine: Engine, step: int, num_steps: int) -> None:
@@ -201,6 +205,8 @@ class Saver:
         took_s = time.monotonic() - started
         num_bytes = sum(entry.num_bytes for entry in files.values())
         self._console.say(f"saved {final} ({size(num_bytes)} in {took_s:.1f} s)")
+        if self.copies is not None:
+            self.copies.copy(final, digests[self._groups.rank], state, group)
         if self._groups.rank == 0:
             self._on_published(state.step, took_s)
 

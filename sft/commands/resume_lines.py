@@ -1,11 +1,13 @@
 """Makes the lines of `sft check` and `sft status` about the checkpoint from which a run would continue."""
 
+import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sft.checkpoint import continuation, folders, resume_setting
 from sft.checkpoint.continuation import Continuation
+from sft.checkpoint.remote_folder import RemoteFolder
 from sft.checkpoint.train_state import BASE, Conditions, recipe_values
 from sft.config import Config
 from sft.data.packing import plan_files
@@ -30,8 +32,8 @@ def with_data(recipe: Recipe, layout: Layout, corpus: "Corpus", loader: "Loader"
     config = recipe.config
     base, not_compared = _base(config)
     conditions = Conditions.of(config, layout, plan_files.follows_from(config, corpus), base)
-    resumed = continuation.check(config, Path(config.run.dir) / "checkpoints", conditions, not_compared)
-    if resumed is not None:
+    resumed = _checked(config, conditions, not_compared)
+    if resumed is not None and isinstance(resumed.path, Path):
         check_resumed(config, resumed, rows)
     steps_of = loader.plans.total_steps
     num_steps = config.train.num_steps or steps_of(config.train.num_epochs or 1)
@@ -46,12 +48,12 @@ def without_data(recipe: Recipe, layout: Layout) -> Lines:
     config, folder = recipe.config, Path(recipe.config.run.dir) / "checkpoints"
     resume = config.checkpoint.resume
     is_named = resume not in resume_setting.WORDS and Path(resume).exists()
-    if not folders.candidates(folder) and not is_named:
+    if not folders.candidates(folder) and not is_named and config.checkpoint.remote is None:
         return ["not compared: this machine has no checkpoint of the run (--no-data)"], []
     base, not_compared = _base(config)
     not_compared |= {*plan_files.READ}
     conditions = Conditions.of(config, layout, plan_files.settings(config), base)
-    resumed = continuation.check(config, folder, conditions, not_compared)
+    resumed = _checked(config, conditions, not_compared)
     return _lines(config, resumed, config.train.num_steps, None, not_compared)
 
 
@@ -63,8 +65,29 @@ def next_start(config: Config) -> str | None:
     """
     plan, base = plan_files.settings(config), "" if config.lora.is_used else None
     conditions = Conditions(plan=plan, recipe=recipe_values(config), layout={}, versions={}, base=base)
-    resumed = continuation.check(config, Path(config.run.dir) / "checkpoints", conditions, {*plan_files.READ, BASE})
+    resumed = _checked(config, conditions, {*plan_files.READ, BASE})
     return None if resumed is None else f"the next start continues after step {resumed.step}, from {resumed.path}"
+
+
+def _checked(config: Config, conditions: Conditions, not_compared: Collection[str]) -> Continuation | None:
+    """The result of `continuation.check`, also for a newer checkpoint in checkpoint.remote.  Reads only its manifest.
+
+    Raises ConfigError or StorageError if the store cannot be read.
+    """
+    folder = Path(config.run.dir) / "checkpoints"
+    if config.checkpoint.remote is not None:
+        remote = RemoteFolder(config.checkpoint.remote)
+        remote.refuse_never(config.checkpoint)
+        if (step := remote.newer(folder)) is not None:
+            with tempfile.TemporaryDirectory() as manifest:
+                remote.read_manifest(step, Path(manifest))
+                facts = continuation.facts_of(Path(manifest))
+            path, settings = remote.path(step), config.checkpoint
+            reported = continuation.compare(
+                path, facts, conditions, settings, is_named=False, not_compared=not_compared
+            )
+            return Continuation(path=path, is_named=False, facts=facts, reported=tuple(reported))
+    return continuation.check(config, folder, conditions, not_compared)
 
 
 def _base(config: Config) -> tuple[str | None, set[str]]:

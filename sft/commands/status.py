@@ -51,8 +51,11 @@ def status(arguments: Namespace) -> int:
         "go on": ("start the run again", 75),
         "stop": ("find the cause before you start the run again", 2),
     }[verdict(state)]
-    if code == 75 and not may_be_alive:
-        if (line := next_start(config)) is not None:
-            show(line)
-    show("start the run" if state is None else advice)
+    is_elsewhere = state is None and config.checkpoint.remote is not None  # this node may be new
+    if (code == 75 or is_elsewhere) and not may_be_alive and (line := next_start(config)) is not None:
+        show(line)
+        advice, code = "start the run again", 75
+    elif state is None:
+        advice = "start the run"
+    show(advice)
     return code

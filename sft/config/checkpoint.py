@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from sft.config.section import Path, Positive, Section
+from sft.files import object_store
 
 ExportFormat = Literal["as_source", "bf16", "fp8_block", "mxfp4", "nvfp4", "int4"]
 # Metrics of held-out sets that `checkpoint.keep_best` may name, and whether a lower value is better.
@@ -29,6 +30,9 @@ class CheckpointConfig(Section):
     async_save: bool = True
     """true: copy the state in host memory, and write the copy while training continues.  false: training waits for
     saves."""
+    remote: Path | None = None
+    """Place in an object store to which every checkpoint is copied, and from which the run resumes if run.dir has no
+    newer one: s3://BUCKET/PATH."""
     keep_last: Annotated[int, Field(ge=2)] | None = None
     """Number of newest checkpoints to keep, at least 2 because the newest may be damaged; null: all."""
     keep_every: Positive | None = None
@@ -56,6 +60,8 @@ class CheckpointConfig(Section):
         return self.async_save and (self.save_every is not None or self.save_every_minutes is not None)
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
+        if self.remote is not None and (reason := object_store.refusal(self.remote)):
+            yield "remote", reason
         has_no_effect = self.keep_best is not None and self.export_hf != "best"
         if self.keep_last is None and (self.keep_every is not None or has_no_effect):
             kept = "keep_every" if self.keep_every is not None else "keep_best"

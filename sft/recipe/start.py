@@ -49,7 +49,7 @@ def check_resumed(config: Config, resumed: Continuation, vocab_size: int | None)
     """
     facts, changes = resumed.facts, config.checkpoint.allow_changes
     if (facts is None or changes) and not config.lora.is_used:
-        initial.compare_tensors(resumed.path, config, vocab_size)
+        initial.compare_tensors(Path(resumed.path), config, vocab_size)
     if facts is None or not changes:
         return
     before = with_current_names(facts["recipe"])

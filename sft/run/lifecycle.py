@@ -20,6 +20,7 @@ from sft.parallel.position import Position
 from sft.run import status
 from sft.run.lock import RunLock
 from sft.run.refused_start import recorded
+from sft.run.remote_lock import RemoteLock
 from sft.run.signals import StopSignals, deadline
 from sft.run.watchdog import Watchdog
 
@@ -38,7 +39,7 @@ class Lifecycle:
         folder"""
         self._run, self._checkpoint = config.run, config.checkpoint
         self._folder, self._position, self._console, self._next_step = folder, position, console, next_step
-        self._lock: RunLock | None = None
+        self._locks: list[RunLock | RemoteLock] = []
         self._start_id: str | None = None
         self._has_saved = False
         self.step, self.step_s = 0, 0.0
@@ -112,8 +113,9 @@ class Lifecycle:
             status.progress(self._folder, self._start_id, step=step, step_s=self.step_s, save_s=save_s)
 
     def holds_folder(self) -> bool:
-        """Whether this run still holds the lock of its folder.  Called on rank 0, which took the lock."""
-        return self._lock is None or self._lock.held()
+        """Whether this run still holds the locks of its folder and of checkpoint.remote.  Called on rank 0, which took
+        them."""
+        return all(lock.held() for lock in self._locks)
 
     def end(self, kind: status.Kind, step: int, reason: str | None) -> None:
         """Record that the run ended after `step`.  Called last.  Collective: no rank returns before the file is
@@ -136,9 +138,12 @@ class Lifecycle:
     def _lock_folder(self, contexts: ExitStack) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._lock = contexts.enter_context(RunLock(self._folder, report=self._console.say))
+            self._locks.append(contexts.enter_context(RunLock(self._folder, report=self._console.say)))
         except OSError as error:
             raise unusable(f"run.dir = {self._folder} cannot be written", self._folder, error) from error
+        if (url := self._checkpoint.remote) is not None:
+            with recorded(self._folder, is_locked=True):
+                self._locks.append(contexts.enter_context(RemoteLock(url, report=self._console.say)))
 
     def _report_hang(self, message: str) -> None:
         """Record a hang as a failure.  Called by the watchdog's thread before it ends the process."""

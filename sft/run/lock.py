@@ -63,7 +63,7 @@ class RunLock:
     ) -> None:
         self._path, self._report = folder / LOCK, report
         self._heartbeat_s, self._stale_s = heartbeat_s, stale_s
-        self._me = _this_process()
+        self._me = this_process()
         self._identity = json.dumps(asdict(self._me))[:-1].encode()
         self._file = -1
         self._is_over = threading.Event()
@@ -107,7 +107,7 @@ class RunLock:
     def _sweep(self) -> None:
         """Remove the files of processes that were killed while they took or removed the lock."""
         for path in self._path.parent.glob(f"{LOCK}.*"):
-            if (content := _read(path)) and (holder := _parse(content)) and self._why_gone(holder):
+            if (content := _read(path)) and (holder := parsed(content)) and self._why_gone(holder):
                 path.unlink(missing_ok=True)
 
     def _is_mine(self) -> bool:
@@ -144,7 +144,7 @@ class RunLock:
         content = _read(path)
         if content is None:
             return None
-        holder = _parse(content)
+        holder = parsed(content)
         why = self._why_gone(holder) if holder else None
         if why is None:
             if holder and holder.machine == self._me.machine:
@@ -152,7 +152,7 @@ class RunLock:
             who = str(holder) if holder else "unreadable"
             self._report(f"{path.name} ({who}): waiting {self._stale_s:g} s for a heartbeat of that run")
             if self._changes(path):
-                if (now := _read(path)) is None or (_parse(now) and _identity(now) != _identity(content)):
+                if (now := _read(path)) is None or (parsed(now) and _identity(now) != _identity(content)):
                     return None
                 self._refuse(who)
             why = f"no heartbeat for {self._stale_s:g} s"
@@ -161,7 +161,7 @@ class RunLock:
         return content
 
     def _why_gone(self, holder: Holder) -> str | None:
-        if _has_ended(holder, self._me.machine):
+        if has_ended(holder, self._me.machine):
             return "that process has ended"
         if holder.job is not None and holder.job == self._me.job and holder.restart < self._me.restart:
             return "the job was requeued since then"
@@ -193,15 +193,15 @@ def is_gone(folder: Path) -> bool:
     content = _read(folder / LOCK)
     if content is None:
         return True
-    holder = _parse(content)
-    return holder is not None and _has_ended(holder, _machine())
+    holder = parsed(content)
+    return holder is not None and has_ended(holder, _machine())
 
 
-def _has_ended(holder: Holder, machine: str) -> bool:
+def has_ended(holder: Holder, machine: str) -> bool:
     return holder.machine == machine and _start_time(holder.pid) != holder.started
 
 
-def _this_process() -> Holder:
+def this_process() -> Holder:
     restart = os.environ.get("SLURM_RESTART_COUNT", "")
     started = _start_time(os.getpid())
     assert started is not None
@@ -240,7 +240,7 @@ def _start_time(pid: int) -> float | None:
     return None if is_dead else int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
-def _parse(content: bytes) -> Holder | None:
+def parsed(content: bytes) -> Holder | None:
     """The holder that the content of a lock names; None if the content is not a lock."""
     try:
         values = json.loads(content)

@@ -89,6 +89,12 @@ ROWS = {
         ("tests/ranks/test_resume.py::test_generators_go_on_where_they_were_on_the_same_layout_only",),
         "the recipe has no dropout",
     ),
+    "R1": Row("the node is lost: an object store has the checkpoints", (HERE,)),
+    "R2": Row("an object store is slow, refuses requests and cuts answers", (HERE,)),
+    "R3": Row("kill -9 at 50 requests to an object store", (HERE,)),
+    "R4": Row("second job at one place in an object store", (HERE,)),
+    "R5": Row("a checkpoint is damaged here, and whole in the store", (HERE,)),
+    "R6": Row("an object store allows no writes for a while", (HERE,)),
     "D1": Row(
         "broken rows and files",
         (

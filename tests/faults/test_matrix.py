@@ -8,7 +8,7 @@ import pytest
 from tests.faults.matrix import HERE, ROWS
 
 ROOT = Path(__file__).parents[2]
-COUNTS = {"P": 7, "S": 11, "L": 10, "X": 4, "T": 10, "D": 8, "N": 4, "G": 4, "H": 2, "O": 5}
+COUNTS = {"P": 7, "S": 11, "L": 10, "X": 4, "T": 10, "D": 8, "N": 4, "G": 4, "H": 2, "O": 5, "R": 6}
 
 
 @pytest.mark.quick

@@ -87,7 +87,7 @@ def stale_lock(folder: Path) -> None:
     """Writes the lock of a process of this machine that has ended."""
     dead = subprocess.Popen(["true"])
     dead.wait()
-    values = lock.asdict(lock._this_process()) | {"pid": dead.pid, "id": "of the dead", "host": "gone-host", "beat": 7}
+    values = lock.asdict(lock.this_process()) | {"pid": dead.pid, "id": "of the dead", "host": "gone-host", "beat": 7}
     (folder / "run.lock").write_text(json.dumps(values))
 
 
@@ -240,7 +240,7 @@ def test_what_a_killed_taker_left_goes_with_the_next_start(tmp_path: Path) -> No
     for name in ("run.lock.0f5e", "run.lock.after-0f5e"):
         (tmp_path / name).write_bytes((tmp_path / "run.lock").read_bytes())
     (tmp_path / "run.lock").unlink()
-    of_the_living = json.dumps({**lock.asdict(lock._this_process()), "beat": 0})
+    of_the_living = json.dumps({**lock.asdict(lock.this_process()), "beat": 0})
     (tmp_path / "run.lock.77aa").write_text(of_the_living)
     with RunLock(tmp_path, report=print):
         assert sorted(os.listdir(tmp_path)) == ["run.lock", "run.lock.77aa"]

@@ -27,6 +27,7 @@ from sft.metrics.run_facts import RunFacts
 from sft.metrics.totals import StepResult
 from sft.parallel.collectives import broadcast_from_rank0
 from sft.parallel.layout import Layout
+from sft.recipe.long_questions import open_in_run
 from sft.recipe.resolved import Recipe, dump
 from sft.recipe.run_checks import check_run
 from sft.recipe.start import check_start
@@ -73,6 +74,7 @@ class Trainer:
         length = dict(num_steps=self.num_steps, num_packs=self.data.num_packs, longest=self.data.longest)
         for warning in check_run(recipe, **length):
             console.say(f"WARNING: {warning}")
+        suites = open_in_run(recipe, layout, tokenizer, self.data, console)
         self.trained = trained_weights(config, self.data.vocab_size)
         base = base_digest(config, self.folder, groups) if config.lora.is_used else None
         self.conditions = Conditions.of(config, layout, self.data.plan, base)
@@ -102,7 +104,9 @@ class Trainer:
         if (url := config.checkpoint.remote) is not None:
             self.saver.copies = RemoteCopies(config.checkpoint, url, console, lifecycle.holds_folder)
         self.judge = Judge(config.checkpoint, self.data.held_out_facts(), checkpoints, console, config.loss.weighing)
-        self.evaluator = Evaluator(self.engine, self.data.held_out, config.train, lifecycle, self.num_steps)
+        self.evaluator = Evaluator(
+            self.engine, self.data.held_out, config.train, lifecycle, self.num_steps, suites, self.data.pad_id
+        )
         self.check = StepCheck(config.train, console)
         self.gpu_memory = GpuMemory(config, layout, groups.device, console)
 

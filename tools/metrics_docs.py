@@ -15,6 +15,7 @@ RECORDS = {
     "start": "A run begins, or continues after a restart.",
     "train": "One optimizer step.",
     "eval": "One pass over a held-out set.",
+    "long": "The answers to the long-context questions of one length.",
 }
 TABLE = re.compile(r"(?<=<!-- rows: )([^\n]+?) -->\n.*?(?=<!-- end -->)", re.DOTALL)
 

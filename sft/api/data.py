@@ -55,7 +55,8 @@ class Prepared:
 
 
 def prepare(recipe: Recipe, *, verify: bool = False, sweep: bool = False) -> Prepared:
-    """Tokenise the data of the recipe once, in data.num_workers processes, without a model or a GPU.
+    """Tokenise the data of the recipe once, in data.num_workers processes, without a model or a GPU.  Also make the
+    long-context questions that the run asks (data.long.in_run).
 
     Data that are prepared already are not tokenised again.  If the process is killed, another call continues its work.
 
@@ -68,6 +69,7 @@ def prepare(recipe: Recipe, *, verify: bool = False, sweep: bool = False) -> Pre
     check_paths(recipe)
 
     from sft.data.cache.prepare import prepare_recipe, sweep_recipe
+    from sft.recipe.long_questions import prepare_questions
     from sft.recipe.tokenizer import tokenizer_of
 
     tokenizer = tokenizer_of(recipe.config)
@@ -78,6 +80,7 @@ def prepare(recipe: Recipe, *, verify: bool = False, sweep: bool = False) -> Pre
         for path, report in corpus.row_reports.items():
             if findings := "; ".join(report.findings(explained)):
                 console.say(f"{path}: {findings}")
+    prepare_questions(recipe, tokenizer, corpora["train"], console)
     stale = sweep_recipe(recipe.config, corpora.values(), tokenizer) if sweep else ()
     sets = {name: _facts(corpus) for name, corpus in corpora.items()}
     return Prepared(

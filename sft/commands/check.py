@@ -58,7 +58,9 @@ def check(arguments: Namespace) -> None:
         built_in = recipe.config.tokenizer == "byte"
         vocab_size = tokenizer_of(recipe.config).vocab_size if built_in else None
         _print_model(recipe, layout, vocab_size, gpu)
-        _print_time(recipe, layout, vocab_size, Lengths.all_of(recipe.config.data.seq_length), gpu)
+        lengths = Lengths.all_of(recipe.config.data.seq_length)
+        _print_time(recipe, layout, vocab_size, lengths, gpu)
+        _print_questions(recipe, layout, vocab_size, lengths)
         print_group("weights", ["not read (--no-data)"])
         print_group("data", ["not read (--no-data)"])
         lines, warnings = without_data(recipe, layout)
@@ -105,6 +107,7 @@ def _check_data(recipe: "Recipe", layout: "Layout", gpu: "Gpu | None") -> None:
     from sft.estimate.lengths import Lengths
     from sft.estimate.memory import estimate
     from sft.parallel.layout import vocab_rows
+    from sft.recipe.long_questions import make_in_run, usable_bytes
     from sft.recipe.start import check_weights
     from sft.weights.trained import trained_weights
 
@@ -138,6 +141,9 @@ def _check_data(recipe: "Recipe", layout: "Layout", gpu: "Gpu | None") -> None:
     if gpu is not None:
         _check_fit(recipe, layout, rows, trained, lengths, gpu)
     _print_time(recipe, layout, tokenizer.vocab_size, lengths, gpu)
+    usable = usable_bytes(recipe.config, layout, gpu)
+    asked = make_in_run(recipe, layout, tokenizer, corpus, progress(), lambda: num_steps, usable)
+    print_group("questions", asked.lines)
     for name, held_out in corpora.items():
         print_group(name, held_out.summary(explained).splitlines())
     _print_serving(recipe, tokenizer)
@@ -247,3 +253,11 @@ def _print_time(
     constants, trained = constants_for(config, gpu), trained_weights(config, vocab_size)
     lines = describe(config, layout, vocab_size, lengths, constants, os.environ, time.time(), trained)
     print_group("time", lines)
+
+
+def _print_questions(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None, lengths: "Lengths") -> None:
+    """Print which long-context questions the run asks, as far as this is known without data."""
+    from sft.recipe.long_in_run import asked_in_run
+
+    vocab_size = recipe.config.model.vocab_size or tokenizer_size or 0
+    print_group("questions", asked_in_run(recipe, layout, vocab_size, lengths, recipe.config.train.num_steps).lines)

@@ -87,7 +87,7 @@ class DataConfig(Section):
     """Held-out files, packed like training data; null: none.  Two sets: {chat: a.jsonl, code: {dataset:
     OWNER/NAME}}."""
     long: LongConfig = Field(LongConfig(), json_schema_extra=UNREPORTED)
-    """Questions about long texts, for `sft eval --long`."""
+    """Questions about long texts, for `sft eval --long` and in a run."""
     tokenizer: Path | None = None
     """byte (built in), or a folder or hub name with a tokenizer; null: that of model.hf, or byte without model.hf."""
     chat_template: Path | None = None

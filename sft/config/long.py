@@ -13,6 +13,9 @@ LongTask = Literal[
 
 
 class LongConfig(Section):
+    in_run: bool | Literal["auto"] = "auto"
+    """Also ask before the first step and at the end of a run.  auto: as far as both together take at most 2% of the
+    predicted time of the run, and no more memory than a step (`sft check`)."""
     tasks: Annotated[list[LongTask], Field(min_length=1)] = list(get_args(LongTask))
     """Kinds of questions (docs/how-to/eval.md)."""
     lengths: Annotated[list[Annotated[float, Field(gt=0.0)]], Field(min_length=1)] = [0.25, 0.5, 1.0, 2.0, 4.0]

@@ -106,7 +106,7 @@ def step_time(
         "waits": attention_s * (slowest(config, layout, lengths) - 1),
         **exposed,
         "offload": work.offload(forward.total, backward.total + repeated.total),
-        "dequantise": _dequantise(stage, constants),
+        "dequantise": dequantise(stage, constants),
         "overhead": constants.layer_overhead_us.value * 1e-6 * config.model.num_layers / layout.pp,
     }
     if config.model.has_mtp:  # the last stage has one more layer and a second head, and the other stages wait for it
@@ -133,7 +133,7 @@ def step_time(
     )
 
 
-def _dequantise(stage: Stage, constants: Constants) -> float:
+def dequantise(stage: Stage, constants: Constants) -> float:
     """Seconds of a microbatch in which the stage's frozen weights in low bits are dequantised."""
     base, train = LowBitBase.of(stage), stage.config.train
     if base is None:

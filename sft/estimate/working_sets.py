@@ -111,6 +111,27 @@ class StageWork:
         if self.in_use and self.stage.is_first:
             yield self._embedding(self.in_use, block)
 
+    def in_forward(self) -> float:
+        """An upper bound of the bytes of temporary tensors in a forward pass without gradients.
+
+        A half of a layer holds what it would save for backward, the residual stream, its input and its output.  Of the
+        loss head, only `fused` computes no logits of tokens that are not supervised.
+        """
+        layers, experts = (_dequantised(self.base, has_experts=has_experts) for has_experts in (False, True))
+        needs = [self._head()] if self.stage.is_last and self.stage.config.loss.impl != "fused" else [0.0]
+        for kind in [*self.kinds, *([] if self.block is None else [self.block])]:
+            if kind is not self.block and not self.stage.num_on(kind.layers):
+                continue
+            units = self.in_use and (
+                self.in_use.at_block() if kind is self.block else self.in_use.at_layers(kind.layers)
+            )
+            whole = sum((units or {}).values())
+            attention, mlp = (sum(saved.values()) for saved in (kind.everything.attention, kind.everything.mlp))
+            gathered = kind.mixer.gathered(self.pack)
+            needs.append(attention * self.tokens + gathered + whole + sum(layers.values()))
+            needs.append(mlp * self.tokens + whole + sum(experts.values()))
+        return max(needs) + 3 * self.hidden
+
     def saved_by_mtp(self) -> float:
         """Bytes that the block for multi-token prediction saves for a pack; 0 if this stage has no block."""
         if self.block is None:

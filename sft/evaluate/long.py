@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from sft.data.long.suite import SuiteSettings, open_suites
+from sft.data.long.suite import SuiteSettings, digest_of, open_suites
 from sft.data.pipeline import HeldOutData
 from sft.evaluate.opened import opened
 from sft.mcore import process_groups
 from sft.metrics.long import LongScores, falls, table
 from sft.parallel.layout import Layout
 from sft.recipe.resolved import Recipe
-from sft.run.long_evaluation import score_suites
+from sft.run.long_evaluation import score_suite
 
 
 def main(
@@ -29,9 +29,12 @@ def main(
     """
     run = opened(recipe, layout, source, HeldOutData)
     suites = open_suites(settings, run.tokenizer, Path(recipe.config.cache_dir))
-    scores = score_suites(run.engine, suites, run.data.pad_id)
-    run.out.say("\n".join([f"long-context questions after step {run.step}", *table(scores, before)]))
-    for fall in falls(before, scores) if before is not None else ():
+    scored = [score_suite(run.engine, suite, run.data.pad_id) for suite in suites]
+    questions = tuple(question for scores in scored if scores is not None for question in scores.questions)
+    scores = LongScores(digest=digest_of(suites), questions=questions)
+    earlier = None if before is None else before.answers
+    run.out.say("\n".join([f"long-context questions after step {run.step}", *table(scores.answers, earlier)]))
+    for fall in falls(earlier or {}, scores.answers):
         run.out.say(f"WARNING: {fall}")
     run.write(json_file, sets={}, long=scores.to_json())
     process_groups.stop()

@@ -1,4 +1,4 @@
-"""Writes a record of each start, step and held-out pass of a run, and prints lines about them."""
+"""Writes a record of each start, step, held-out pass and length of questions of a run, and prints lines about them."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -10,7 +10,10 @@ import torch.distributed as dist
 from sft.console import Console, duration
 from sft.errors import StorageError
 from sft.files.atomic_files import unusable, why_not_written
-from sft.metrics.records import Record, eval_record, start_record, train_record
+from sft.metrics.long import LongScores, table
+from sft.metrics.long_records import AnswersOfRun, answers_of_run
+from sft.metrics.records import Record, eval_record, long_record, start_record, train_record
+from sft.metrics.results.records import read_records
 from sft.metrics.run_facts import RunFacts
 from sft.metrics.totals import StepResult, Totals
 from sft.metrics.writers import Writer, open_writers
@@ -96,6 +99,27 @@ class MetricsLog:
             f"{record['tokens/supervised']:,} supervised tokens, {seconds:.1f} s"
         )
         return record
+
+    def questions(self, step: int, by_length: Sequence[tuple[LongScores, float]]) -> None:
+        """Log the answers to long-context questions after `step`, and print warnings about what fell below the start.
+
+        by_length: for each length its scores and the seconds that it took
+        """
+        for scores, seconds in by_length:
+            self._write(long_record(step, scores, self._run, seconds=seconds))
+        answers = {key: of_bin for scores, _ in by_length for key, of_bin in scores.answers.items()}
+        answered = self._answers_of_run(step)
+        before = answered.before if answered and answered.before else None
+        total_s = sum(seconds for _, seconds in by_length)
+        self._console.say(
+            "\n".join([f"long-context questions after step {step}, {total_s:.1f} s", *table(answers, before)])
+        )
+        for fall in answered.falls if answered else ():
+            self._console.say(f"WARNING: below the start of the run: {fall}")
+
+    def _answers_of_run(self, step: int) -> AnswersOfRun | None:
+        """The answers in metrics.jsonl, which an earlier start may have written; None on ranks without writers."""
+        return answers_of_run(read_records(self._folder), step) if self._writers else None
 
     def summarise(self) -> None:
         """Print the first and the last loss of training and of each held-out set that this process logged."""

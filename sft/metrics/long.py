@@ -42,6 +42,26 @@ class QuestionScore:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BinAnswers:
+    """The answers of one task and length.
+
+    right  whether each is right, in the order of depths and numbers
+    loss   mean over answers of the mean -log p of their tokens, in nats
+    """
+
+    right: tuple[bool, ...]
+    loss: float
+
+    @property
+    def share(self) -> float:
+        """The share of right answers."""
+        return sum(self.right) / len(self.right)
+
+
+Answers = Mapping[tuple[str, int], BinAnswers]  # by task and length
+
+
+@dataclass(frozen=True, kw_only=True)
 class LongScores:
     """The scores of all questions.  digest: a hash of all their tokens, so equal digests are equal questions"""
 
@@ -68,6 +88,19 @@ class LongScores:
             if task in (None, question.task) and length in (None, question.length) and depth in (None, question.depth)
         ]
 
+    @property
+    def answers(self) -> dict[tuple[str, int], BinAnswers]:
+        """The answers by task and length, tasks in the order of questions."""
+        bins = {(task, length): self.of(task, length) for task in self.tasks for length in self.lengths}
+        return {
+            key: BinAnswers(
+                right=tuple(question.right for question in questions),
+                loss=sum(question.loss for question in questions) / len(questions),
+            )
+            for key, questions in bins.items()
+            if questions
+        }
+
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, "digest": self.digest, "questions": [asdict(question) for question in self.questions]}
 
@@ -90,48 +123,41 @@ def read_scores(option: str, file: Path) -> LongScores:
         ) from error
 
 
-def differences(before: LongScores, after: LongScores) -> dict[tuple[str, int], Difference]:
-    """The difference of right answers for each task and length.  Both must have the same questions."""
-    assert before.digest == after.digest
-    return {
-        (task, length): difference(
-            [question.right for question in before.of(task, length)], [question.right for question in of_after]
-        )
-        for task in after.tasks
-        for length in after.lengths
-        if (of_after := after.of(task, length))
-    }
+def differences(before: Answers, after: Answers) -> dict[tuple[str, int], Difference]:
+    """The difference of right answers for each task and length that both have.  Both must have the same questions."""
+    return {key: difference(before[key].right, answers.right) for key, answers in after.items() if key in before}
 
 
-def table(scores: LongScores, before: LongScores | None = None) -> list[str]:
+def table(answers: Answers, before: Answers | None = None) -> list[str]:
     """Lines of two tables, task x length: the share of right answers, and the mean loss of answers.
 
     With `before`, a cell also has the difference, with a star if its confidence interval does not contain 0.
     """
-    changes = {} if before is None else differences(before, scores)
+    changes = differences(before or {}, answers)
 
-    def share(questions: Sequence[QuestionScore]) -> str:
-        text = f"{sum(question.right for question in questions) / len(questions):.2f}"
-        change = changes.get((questions[0].task, questions[0].length))
-        if change is None:
-            return text
-        return f"{text} {change.value:+.2f}" + ("*" if change.low > 0 or change.high < 0 else " ")
+    def share(task: str, length: int) -> str:
+        change = changes.get((task, length))
+        text = f"{answers[task, length].share:.2f}"
+        return text if change is None else f"{text} {change.value:+.2f}{'*' if change.is_certain else ' '}"
 
-    def loss(questions: Sequence[QuestionScore]) -> str:
-        return f"{sum(question.loss for question in questions) / len(questions):.2f}"
-
-    lines = _cells("right answers", scores, share)
+    lines = _aligned(grid("right answers", answers, share))
     if before is not None:
         lines.append(f"* the {CONFIDENCE:.0%} interval of the difference does not contain 0 (exact, paired questions)")
-    return [*lines, "", *_cells("nats per token", scores, loss)]
+    loss = grid("nats per token", answers, lambda task, length: f"{answers[task, length].loss:.2f}")
+    return [*lines, "", *_aligned(loss)]
 
 
-def _cells(name: str, scores: LongScores, cell: Callable[[Sequence[QuestionScore]], str]) -> list[str]:
-    rows = [[name, *(f"{length:,}" for length in scores.lengths)]]
-    for task in scores.tasks:
-        bins = [scores.of(task, length) for length in scores.lengths]
-        rows.append([task, *(cell(questions) if questions else "-" for questions in bins)])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+def grid(name: str, answers: Answers, cell: Callable[[str, int], str]) -> list[list[str]]:
+    """The cells of a table: lengths in the first row, a task in each other row, "-" where no question was asked."""
+    lengths = sorted({length for _, length in answers})
+    rows = [[name, *(f"{length:,}" for length in lengths)]]
+    for task in dict.fromkeys(task for task, _ in answers):
+        rows.append([task, *(cell(task, length) if (task, length) in answers else "-" for length in lengths)])
+    return rows
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
             text.ljust(width) if i == 0 else text.rjust(width) for i, (text, width) in enumerate(zip(row, widths))
@@ -140,16 +166,13 @@ def _cells(name: str, scores: LongScores, cell: Callable[[Sequence[QuestionScore
     ]
 
 
-def falls(before: LongScores, after: LongScores) -> Iterator[str]:
+def falls(before: Answers, after: Answers) -> Iterator[str]:
     """Yields a warning for each task and length at which fewer answers are right than before, beyond chance."""
     for (task, length), change in differences(before, after).items():
         if change.is_fall:
-            old, new = (
-                sum(question.right for question in scores.of(task, length)) / len(scores.of(task, length))
-                for scores in (before, after)
-            )
+            old, new = (answers[task, length] for answers in (before, after))
             yield (
-                f"{task} at {length:,} tokens fell from {old:.2f} to {new:.2f} of {len(after.of(task, length))} "
+                f"{task} at {length:,} tokens fell from {old.share:.2f} to {new.share:.2f} of {len(new.right)} "
                 f"answers ({CONFIDENCE:.0%} interval of the difference: {change.low:+.2f} to {change.high:+.2f})"
             )
 

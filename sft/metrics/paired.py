@@ -22,6 +22,11 @@ class Difference(NamedTuple):
     high: float
 
     @property
+    def is_certain(self) -> bool:
+        """Whether the interval does not contain 0."""
+        return self.low > 0 or self.high < 0
+
+    @property
     def is_fall(self) -> bool:
         """Whether the whole interval is below 0."""
         return self.high < 0

@@ -1,4 +1,5 @@
-"""Makes the records of metrics.jsonl: one per start of a run, one per step, and one per held-out pass.
+"""Makes the records of metrics.jsonl: one per start of a run, one per step, one per held-out pass, and one for each
+length of long-context questions.
 
 `rows.py` declares the numbers of a record.  `log.py` and `writers.py` write records.
 """
@@ -8,6 +9,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from sft.metrics.long import LongScores
+from sft.metrics.long_records import BY_TASK, LONG
 from sft.metrics.rows import ROWS, SCHEMA, Row
 from sft.metrics.run_facts import RunFacts
 from sft.metrics.totals import StepResult, Totals
@@ -28,6 +31,21 @@ def train_record(step: int, result: StepResult, run: RunFacts, *, seconds: float
 def eval_record(step: int, totals: Totals, run: RunFacts, *, set_name: str, seconds: float) -> Record:
     """The record of one pass over the held-out set `set_name`."""
     return _record({"kind": "eval", "step": step, "set": set_name}, replace(run, seconds=seconds), totals)
+
+
+def long_record(step: int, scores: LongScores, run: RunFacts, *, seconds: float) -> Record:
+    """The record of the answers to the questions of one length."""
+    (length, *others), answers = scores.lengths, {task: of_task for (task, _), of_task in scores.answers.items()}
+    assert not others
+    each = {task: "".join("01"[right] for right in of_task.right) for task, of_task in answers.items()}
+    facts = {
+        "length": length,
+        "digest": scores.digest,
+        f"{BY_TASK}/NAME/right": {task: of_task.share for task, of_task in answers.items()},
+        f"{BY_TASK}/NAME/loss": {task: of_task.loss for task, of_task in answers.items()},
+        f"{BY_TASK}/NAME/each": each,
+    }
+    return _record({"kind": LONG, "step": step, **facts}, replace(run, seconds=seconds))
 
 
 def _record(facts: Record, run: RunFacts, totals: Totals | None = None) -> Record:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+from sft.metrics.long_records import BY_TASK
 from sft.metrics.run_facts import RunFacts
 from sft.metrics.totals import ExpertLoad, StepResult, Totals, quantities
 
-SCHEMA = 9  # version of the schema of metrics.jsonl
+SCHEMA = 10  # version of the schema of metrics.jsonl
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ def ratio(numerator: str, denominator: str) -> Formula:
     return Formula("PerSequence" if _KINDS[numerator] == "PerSequence" else "Ratio", value)
 
 
-START, TRAIN, EVAL = ("start",), ("train",), ("eval",)
-BOTH, ALL = ("train", "eval"), ("start", "train", "eval")
+START, TRAIN, EVAL, LONG = ("start",), ("train",), ("eval",), ("long",)
+BOTH, ALL = ("train", "eval"), ("start", "train", "eval", "long")
 # How a number differs between two layouts: docs/reference/metrics.md, "What the layout changes".
 SAME, ROUNDING, PACKS, MACHINE, SIZES = "same", "rounding", "packs", "machine", "sizes"
 # JSON Schemas of values.
@@ -85,6 +86,7 @@ AMOUNT = {"type": "number", "minimum": 0}
 ABOVE_0 = {"type": "number", "exclusiveMinimum": 0}
 SHARE = {"type": "number", "minimum": 0, "maximum": 1}
 NAME = {"type": "string", "minLength": 1}
+ONES = {"type": "string", "pattern": "^[01]+$"}
 SWITCH = {"type": "boolean"}
 NUMBER = {"type": ["number", "null"]}  # null: a number that is not finite, or a ratio with denominator 0
 AMOUNT_OR_NULL = {**AMOUNT, **NUMBER}
@@ -165,7 +167,7 @@ def _size(name: str, meaning: str) -> Row:
 GROUPS: dict[str, tuple[Row, ...]] = {
     "The record": (
         Row("schema", START, "", SAME, None, {"const": SCHEMA}, "version of the schema of records"),
-        Row("kind", ALL, "", SAME, None, NAME, "`start`, `train` or `eval`", drawn=False),
+        Row("kind", ALL, "", SAME, None, NAME, "`start`, `train`, `eval` or `long`", drawn=False),
         Row("step", ALL, "steps", SAME, None, COUNT, "number of optimizer steps done; 1 after the first",
             drawn=False),
         Row("set", EVAL, "", SAME, None, NAME, "name of the held-out set", drawn=False),
@@ -298,6 +300,19 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "squared log-sum-exp of the router's scores", only_if=_has_experts),
         Row("experts/aux-loss", TRAIN, "", ROUNDING, _experts(lambda load: float(load.aux.mean())), NUMBER,
             "load-balancing loss", only_if=_has_aux_loss),
+    ),
+    "Long-context questions": (
+        Row("length", LONG, "tokens", SAME, None, SIZE, "largest number of tokens of a question with its answer",
+            drawn=False),
+        Row("digest", LONG, "", SAME, None, NAME, "hash of all tokens of these questions", drawn=False),
+        Row(f"{BY_TASK}/NAME/right", LONG, "share", ROUNDING, None, SHARE, "share of right answers to the task NAME",
+            nested=True),
+        Row(f"{BY_TASK}/NAME/loss", LONG, "nats per token", ROUNDING, None, AMOUNT,
+            "mean over answers of the mean -log p of their tokens", nested=True),
+        Row(f"{BY_TASK}/NAME/each", LONG, "", ROUNDING, None, ONES,
+            "1 for a right answer, 0 for a wrong one, in the order of depths", nested=True),
+        Row("long-time-s", LONG, "s", MACHINE, _fact(lambda run: run.seconds), AMOUNT,
+            "duration of these questions by rank 0's clock"),
     ),
     "Memory": (*_memory("allocated"), *_memory("reserved")),
 }

@@ -18,6 +18,7 @@ from sft.console import QUIET, Console
 from sft.errors import ConfigError, first_few
 from sft.files.atomic_files import append, replace_text, unusable
 from sft.files.folder_files import LINE_BYTES, METRICS_BYTES, WORD_BYTES, UnsafeFileError, read_file
+from sft.metrics.long_records import LONG
 from sft.metrics.records import Record
 from sft.metrics.results.records import flat
 from sft.metrics.rows import ROWS
@@ -224,13 +225,20 @@ def scalars(record: Record) -> dict[str, float]:
     `start` record.
 
     step -> `lm loss`        held-out set `eval` -> `lm loss validation`        other set -> `lm loss validation/NAME`
+    questions of 4096 tokens -> `answers by task/needle/right/4096`
     """
     if record["kind"] == "start":
         return {}
     suffix = ""
     if record["kind"] == "eval":
         suffix = " validation" if record["set"] == "eval" else f" validation/{record['set']}"
-    return {name + suffix: float(value) for name, value in flat(record) if name not in _NOT_DRAWN and value is not None}
+    elif record["kind"] == LONG:
+        suffix = f"/{record['length']}"
+    return {
+        name + suffix: float(value)
+        for name, value in flat(record)
+        if name not in _NOT_DRAWN and isinstance(value, int | float)
+    }
 
 
 def mlflow_name(name: str) -> str:
@@ -263,7 +271,7 @@ def _remove_after(path: Path, step: int, is_evaluated: bool) -> list[str]:
         if not is_record:
             damaged += [f"line {number}"] if number < len(lines) else []
             continue
-        is_repeated = record["kind"] == "eval" and record["step"] == step and not is_evaluated
+        is_repeated = record["kind"] in ("eval", LONG) and record["step"] == step and not is_evaluated
         if record["step"] <= step and not is_repeated:
             kept.append(line.decode() + "\n")
     replace_text(path, "".join(kept))

@@ -6,7 +6,7 @@
 `Layout.resolve` checks all settings that depend on several sections of the recipe or on the number of processes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 
 from sft.config import Config, ModelConfig, divisors, listed
@@ -99,6 +99,12 @@ class Layout:
             shard_size=parallel.shard_size or 0,
             fp8=config.run.fp8,
         )
+
+    def with_short_batches(self) -> "Layout":
+        """The layout with small global batches, between which an evaluation may stop: one microbatch on each
+        data-parallel rank; on several pipeline stages twice as many as stages, which keeps most of them busy."""
+        num_microbatches = 1 if self.pp == 1 else 2 * self.pp
+        return replace(self, num_microbatches=num_microbatches, global_batch_size=self.dp * num_microbatches)
 
     def share(self, config: Config) -> RankShare:
         """The part of a layer's tensors that one rank holds."""

@@ -7,18 +7,18 @@ from sft.config.distill import DistillConfig
 from sft.config.teacher import TeacherConfig
 from sft.data.long.suite import SuiteSettings
 from sft.errors import ConfigError
-from sft.parallel.alignment import pack_multiple
+from sft.parallel.alignment import longest_multiple
 from sft.recipe.resolved import Recipe
 from sft.recipe.run_checks import reached_positions
 
 
 def suite_settings(recipe: Recipe) -> SuiteSettings:
-    """The questions that data.long asks.  Lengths are multiples of the lengths that packs may have.
+    """The questions that data.long asks.  Lengths are lengths that packs may have.
 
     Raises ConfigError if the model has too few positions for every length.
     """
     config, long = recipe.config, recipe.config.data.long
-    multiple, reached = pack_multiple(config), reached_positions(recipe)
+    multiple, reached = longest_multiple(config), reached_positions(recipe)
     # A fraction of the decimal digits, because 0.1 * 320 is 32.00000000000001 in floating point.
     asked = [int(Fraction(str(share)) * config.data.seq_length) // multiple * multiple for share in long.lengths]
     lengths = sorted({length for length in asked if length and (reached is None or length <= reached)})

@@ -1,26 +1,43 @@
-"""Computes the loss on every held-out set, with the same packing and context parallelism as in training."""
+"""Computes the loss on every held-out set, with the same packing and context parallelism as in training, and asks
+long-context questions."""
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from sft.config import TrainConfig
 from sft.data.loader import Loader
+from sft.data.long.suite import Suite
 from sft.errors import TrainingError
 from sft.mcore.engine import Engine
 from sft.metrics.log import MetricsLog
+from sft.metrics.long import LongScores
 from sft.metrics.records import Record
 from sft.metrics.totals import Totals
 from sft.run.lifecycle import Lifecycle
+from sft.run.long_evaluation import score_suite
 
 
 class Evaluator:
-    """Decides when the held-out sets are evaluated, and evaluates them.  sets: the loader of each held-out set"""
+    """Decides when the held-out sets are evaluated, and evaluates them.
+
+    sets    the loader of each held-out set
+    suites  long-context questions, which are asked before the first step and after the last one
+    pad_id  id of padding tokens
+    """
 
     def __init__(
-        self, engine: Engine, sets: dict[str, Loader], config: TrainConfig, lifecycle: Lifecycle, num_steps: int
+        self,
+        engine: Engine,
+        sets: dict[str, Loader],
+        config: TrainConfig,
+        lifecycle: Lifecycle,
+        num_steps: int,
+        suites: Sequence[Suite],
+        pad_id: int,
     ) -> None:
         self._engine, self._sets, self._lifecycle = engine, sets, lifecycle
+        self._suites, self._pad_id = suites, pad_id
         self._every, self._num_steps = config.eval_every, num_steps
 
     def is_due(self, step: int) -> bool:
@@ -51,9 +68,26 @@ class Evaluator:
                     f"the held-out loss of {name} after step {step} is {totals.objective}; the run ends without a save."
                 )
             results[name] = totals, time.monotonic() - started
+        answers = self._ask(step)
+        if answers is None:
+            return None
+        if answers:
+            metrics.questions(step, answers)
         return {
             name: metrics.evaluation(step, name, totals, seconds=seconds) for name, (totals, seconds) in results.items()
         }
+
+    def _ask(self, step: int) -> list[tuple[LongScores, float]] | None:
+        """The scores and the seconds of each suite, [] if no questions are due; None if the run must stop."""
+        answers = []
+        for suite in self._suites if step == 0 or step >= self._num_steps else ():
+            started = time.monotonic()
+            phase = f"questions of {suite.length:,} tokens after step {step}"
+            scores = score_suite(self._engine, suite, self._pad_id, lambda: self._goes_on(phase))
+            if scores is None:
+                return None
+            answers.append((scores, time.monotonic() - started))
+        return answers
 
     def _goes_on(self, phase: str) -> bool:
         self._lifecycle.phase(phase)

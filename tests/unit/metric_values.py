@@ -10,7 +10,8 @@ from typing import Any
 import jsonschema
 
 from sft.config import Config
-from sft.metrics.records import eval_record, train_record
+from sft.metrics.long import LongScores, QuestionScore
+from sft.metrics.records import eval_record, long_record, train_record
 from sft.metrics.run_facts import RunFacts
 from sft.metrics.totals import ExpertLoad, Peak, StepResult, Totals
 from sft.parallel.layout import Layout
@@ -63,6 +64,13 @@ def evaluation(*overrides: str, **changes: Any) -> dict[str, Any]:
     return eval_record(3, totals(**changes), run_of(config(*overrides)), set_name="eval", seconds=2.0)
 
 
+def questions() -> dict[str, Any]:
+    """The record of two questions of 512 tokens, of which one answer is right."""
+    fact = dict(task="needle", length=512, depth=0.5, token_depth=0.4, prompt=500, tokens=5)
+    scores = [QuestionScore(**fact, number=i, right=i == 1, loss=2.0 - i) for i in range(2)]  # type: ignore[arg-type]
+    return long_record(3, LongScores(digest="a1", questions=tuple(scores)), run_of(config()), seconds=2.0)
+
+
 @cache
 def validator() -> Any:
     """A validator of docs/reference/metrics.schema.json; stricter than the standard, which accepts 20.0 as an
@@ -80,7 +88,7 @@ def check(record: dict[str, Any]) -> None:
 
 
 START: dict[str, Any] = {
-    "schema": 9, "kind": "start", "step": 0, "time": 1795267288.03, "parameters": 252, "num-steps": 9,
+    "schema": 10, "kind": "start", "step": 0, "time": 1795267288.03, "parameters": 252, "num-steps": 9,
     "layout": {"world_size": 2, "tp": 1, "cp": 1, "pp": 1, "dp": 2, "ep": 1, "etp": 1},
 }  # fmt: skip
 
@@ -91,7 +99,7 @@ def page() -> Iterator[tuple[list[str], list[str]]]:
     `a/b`, `/c` stands for a/b and a/c; `a`, `-b` for a and a-b.
     """
     for line in (ROOT / "docs/reference/metrics.md").read_text().splitlines():
-        if re.match(r"\| `.*? \| (all|both|start|train|eval) \|", line):
+        if re.match(r"\| `.*? \| (all|both|start|train|eval|long) \|", line):
             cells = [cell.strip() for cell in line.strip("|").split("|")]
             first, *others = re.findall(r"`([^`]+)`", cells[0])
             yield [first, *(_in_full(first, other) for other in others)], cells[1:]

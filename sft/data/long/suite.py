@@ -130,6 +130,11 @@ def open_suites(settings: SuiteSettings, tokenizer: ChatTokenizer, cache_dir: Pa
     return fitting
 
 
+def made_lengths(settings: SuiteSettings, tokenizer: ChatTokenizer, cache_dir: Path) -> list[int]:
+    """The lengths whose suites `make_suites` has made, also if no question fits."""
+    return [length for length in settings.lengths if _open(settings, length, tokenizer, cache_dir) is not None]
+
+
 def digest_of(suites: Sequence[Suite]) -> str:
     """A digest of all tokens of the suites: suites with equal digests ask the same questions."""
     lines = [f"{suite.length} {suite.corpus.digest}\n" for suite in suites]

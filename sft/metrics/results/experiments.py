@@ -17,7 +17,7 @@ from sft.config import yaml
 from sft.console import duration
 from sft.files.folder_files import CONFIG_BYTES, UnsafeFileError, read_file
 from sft.metrics.results.compare import aligned
-from sft.metrics.results.records import EVAL, TRAIN, RunError, by_step, held_out_set, read_records
+from sft.metrics.results.records import EVAL, TRAIN, RunError, by_step, falls_below_start, held_out_set, read_records
 
 ENOUGH = 4  # evaluations from which the noise can be estimated
 CLEAR = 2.0  # a difference counts from this multiple of its noise
@@ -38,6 +38,7 @@ class Experiment:
     seconds  of steps and evaluations, also of steps that were repeated after a restart
     ranks    number of ranks of the newest start
     planned  number of steps of the whole run; None if no start record names it
+    falls    warnings about long-context questions whose answers fell below the start of the run
     """
 
     path: Path
@@ -47,6 +48,7 @@ class Experiment:
     seconds: float
     gpu_seconds: float
     planned: int | None
+    falls: list[str]
 
     @staticmethod
     def read(path: Path) -> "Experiment":
@@ -61,7 +63,7 @@ class Experiment:
                 planned = record.get("num-steps", planned)
             if record["kind"] == EVAL:
                 evaluations.setdefault(held_out_set(record), []).append(record)
-            spent = (record.get("step-time-s") or 0.0) + (record.get("eval-time-s") or 0.0)
+            spent = sum(record.get(name) or 0.0 for name in ("step-time-s", "eval-time-s", "long-time-s"))
             seconds, gpu_seconds = seconds + spent, gpu_seconds + spent * ranks
         return Experiment(
             path=path,
@@ -71,6 +73,7 @@ class Experiment:
             seconds=seconds,
             gpu_seconds=gpu_seconds,
             planned=planned,
+            falls=falls_below_start(path, records),
         )
 
     def total(self, name: str) -> int:
@@ -143,7 +146,10 @@ def report(a: Experiment, b: Experiment) -> list[str]:
     lines += [*aligned([("", "A", "B", "B against A"), *rows, *trained], left=1), ""]
     if not verdicts:
         remarks.append("no run has a held-out set (data.eval), so nothing shows which one is better on other data")
-    return lines + verdicts + remarks
+    falls = [
+        f"WARNING: {letter}, below its start: {fall}" for letter, run in (("A", a), ("B", b)) for fall in run.falls
+    ]
+    return lines + verdicts + remarks + falls
 
 
 def _verdict(left: Sequence[Loss], right: Sequence[Loss]) -> str:

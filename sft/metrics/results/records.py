@@ -1,6 +1,6 @@
 """Reads metrics.jsonl of a run, for the commands that compare and draw runs.  Needs only Python.
 
-Reads schemas 1 to 9.  A resumed run may repeat steps; callers decide which record of a step is used.  An incomplete
+Reads schemas 1 to 10.  A resumed run may repeat steps; callers decide which record of a step is used.  An incomplete
 last line, which a killed run leaves, is skipped.
 """
 
@@ -12,11 +12,12 @@ from typing import Any
 
 from sft.errors import SftError
 from sft.files.folder_files import METRICS_BYTES, UnsafeFileError, read_file
+from sft.metrics.long_records import LONG, answers_of_run
 
 Value = int | float | None
 Metrics = dict[str, Value]  # by name; "/" joins the names of nested values: `loss by position/0-4K/loss`
 
-SCHEMAS = (1, 2, 3, 4, 5, 6, 7, 8, 9)
+SCHEMAS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
 TRAIN, EVAL = "train", "eval"
 
 
@@ -49,7 +50,7 @@ def read_records(run: Path) -> list[dict[str, Any]]:
                 f"{path} has schema {record.get('schema')}; this version reads {SCHEMAS[0]} to {SCHEMAS[-1]}. "
                 "Use the version of sft that made the run."
             )
-    if not any(record["kind"] in (TRAIN, EVAL) for record in records):
+    if not any(record["kind"] in (TRAIN, EVAL, LONG) for record in records):
         raise RunError(f"{path} has no step and no evaluation: the run has not finished a step, or ended before that.")
     return records
 
@@ -94,7 +95,8 @@ def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunMetrics:
-    """Metrics of one run by kind and step.  A kind is `train`, `eval`, or `eval NAME` for a named held-out set.
+    """Metrics of one run by kind and step.  A kind is `train`, `eval`, `eval NAME` for a named held-out set, or
+    `long LENGTH` for the long-context questions of a length.
 
     first    the step after which the run began; it may have evaluations after this step, but has no train record of it
     last     step and kind of the last record, in the order of steps and then of kinds
@@ -122,11 +124,25 @@ def read_metrics(path: Path) -> RunMetrics:
     return RunMetrics(path=path, first=entries[0]["step"], last=(step, kinds[order]), records=records)
 
 
+def falls_below_start(path: Path, entries: list[dict[str, Any]]) -> list[str]:
+    """Warnings about long-context questions whose last answers fell below those before the first step.
+
+    path: for messages.  Raises RunError if a record of answers is damaged.
+    """
+    try:
+        answers = answers_of_run(entries)
+    except (LookupError, TypeError, ValueError) as error:
+        raise RunError(f"{path} has a damaged record of long-context questions: {error}.  Remove that line.") from error
+    return answers.falls if answers else []
+
+
 def kind_of(entry: dict[str, Any]) -> str | None:
     """The kind of a record; None for a record that is not of a step or an evaluation, such as `start`."""
     if entry["kind"] == EVAL:
         name = held_out_set(entry)
         return EVAL if name == EVAL else f"{EVAL} {name}"
+    if entry["kind"] == LONG:
+        return f"{LONG} {entry['length']}"
     return TRAIN if entry["kind"] == TRAIN else None
 
 

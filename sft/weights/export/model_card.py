@@ -1,4 +1,4 @@
-"""Writes the README.md of an export: base model, step, serving, losses from the log, and recipe."""
+"""Writes the README.md of an export: base model, step, serving, losses and answers from the log, and recipe."""
 
 import json
 import re
@@ -10,6 +10,8 @@ from sft.config import yaml
 from sft.config.keys import in_schema, leaves
 from sft.files.folder_files import METRICS_BYTES, read_file
 from sft.hf.hub import CONFIG
+from sft.metrics.long import differences, grid
+from sft.metrics.long_records import answers_of_run
 from sft.weights.export.original import Original
 from sft.weights.lora import merged_adapters
 from sft.weights.serving import flags
@@ -51,7 +53,8 @@ def write_model_card(
     if original.served is not None:
         rank = None if (folder / CONFIG).exists() else recipe.get("lora.rank")
         lines += _serving(original.served, name, rank)
-    lines += _losses(checkpoint.parent.parent / "metrics.jsonl", step)
+    records = _records(checkpoint.parent.parent / "metrics.jsonl")
+    lines += _losses(records, step) + _long_context(records, step)
     lines += quantisation
     if recipe:
         lines += [
@@ -78,19 +81,28 @@ def _serving(record: Record, base: str, rank: int | None) -> list[str]:
     return lines
 
 
-def _losses(log: Path, step: int) -> list[str]:
-    """A table of losses up to `step`: one row for the last training record, and one for each held-out set.
-
-    log: metrics.jsonl of the run; [] if the log is missing or has no such record
-    """
-    last: dict[str, dict[str, Any]] = {}
+def _records(log: Path) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl, up to a line that is none; [] if there is no such file."""
+    records: list[dict[str, Any]] = []
     try:
         for text in read_file(log, METRICS_BYTES).decode().splitlines():
             record = json.loads(text)
-            if record.get("kind") in ("train", "eval") and record["step"] <= step:
-                last["training" if record["kind"] == "train" else str(record.get("set"))] = record
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # no log, or a broken line
+            if isinstance(record["kind"], str) and isinstance(record["step"], int):
+                records.append(record)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         pass
+    return records
+
+
+def _losses(records: Sequence[Mapping[str, Any]], step: int) -> list[str]:
+    """A table of losses up to `step`: one row for the last training record, and one for each held-out set.
+
+    [] if there is no such record
+    """
+    last: dict[str, Mapping[str, Any]] = {}
+    for record in records:
+        if record["kind"] in ("train", "eval") and record["step"] <= step:
+            last["training" if record["kind"] == "train" else str(record.get("set"))] = record
     if not last:
         return []
     rows = [
@@ -98,6 +110,35 @@ def _losses(log: Path, step: int) -> list[str]:
         for name, record in last.items()
     ]
     return ["## Losses", "", f"| data | step | {' | '.join(_METRICS)} |", "|---|---|---|---|---|", *rows, ""]
+
+
+def _long_context(records: Sequence[Mapping[str, Any]], step: int) -> list[str]:
+    """The section about long-context questions after `step`, compared with the start of the run; [] without answers."""
+    try:
+        answers = answers_of_run(records, step)
+    except (LookupError, TypeError, ValueError):
+        return []
+    if answers is None:
+        return []
+    changes = differences(answers.before, answers.after)
+
+    def cell(task: str, length: int) -> str:
+        key = (task, length)
+        share = f"{answers.after[key].share:.2f}"
+        if key not in changes:
+            return share
+        return f"{answers.before[key].share:.2f} → {share}" + (" ↓" if changes[key].is_fall else "")
+
+    compared = ", before training → now" if changes else ""
+    head, *rows = [f"| {' | '.join(line)} |" for line in grid("task", answers.after, cell)]
+    lines = ["## Questions about long texts", ""]
+    lines += [
+        f"Share of right answers by the length of the text in tokens{compared}; the answers are read, not generated:"
+    ]
+    lines += ["", head, "|---" * head.count(" | ") + "|---|", *rows, ""]
+    if answers.falls:
+        lines += ["**Below the base, beyond chance (↓):**", "", *(f"- {fall}" for fall in answers.falls), ""]
+    return lines
 
 
 def _number(value: object) -> str:

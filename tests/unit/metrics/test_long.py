@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 from sft.errors import ConfigError
-from sft.metrics.long import LongScores, QuestionScore, falls, read_scores, scores_of, table
+from sft.metrics.long import BinAnswers, LongScores, QuestionScore, falls, read_scores, scores_of, table
+from sft.metrics.long_records import answers_of_run
+from sft.metrics.records import long_record
 from sft.metrics.results.long_plot import draw, shares
+from tests.unit.metric_values import config, run_of
 
 
 def scores(right: dict[tuple[str, int], str]) -> LongScores:
@@ -26,6 +29,7 @@ def scores(right: dict[tuple[str, int], str]) -> LongScores:
 
 
 NEEDLE, CODE = "needle", "code"
+FACTS = run_of(config())
 BEFORE = scores({(NEEDLE, 512): "+" * 9, (CODE, 512): "+-+" * 3, (NEEDLE, 1024): "+" * 9})
 AFTER = scores({(NEEDLE, 512): "+" * 9, (CODE, 512): "++-" * 3, (NEEDLE, 1024): "-" * 7 + "++"})
 
@@ -37,7 +41,7 @@ def test_the_score_of_an_answer() -> None:
 
 
 def test_tables() -> None:
-    assert table(AFTER) == [
+    assert table(AFTER.answers) == [
         "right answers   512  1,024",
         "needle         1.00   0.22",
         "code           0.67      -",
@@ -49,7 +53,7 @@ def test_tables() -> None:
 
 
 def test_a_table_of_differences() -> None:
-    assert table(AFTER, BEFORE)[:4] == [
+    assert table(AFTER.answers, BEFORE.answers)[:4] == [
         "right answers          512        1,024",
         "needle         1.00 +0.00   0.22 -0.78*",
         "code           0.67 +0.00             -",
@@ -59,10 +63,38 @@ def test_a_table_of_differences() -> None:
 
 def test_warnings_name_what_fell() -> None:
     # 7 answers of 9 are lost, none is gained: 7/9 * (2 * 0.40962 - 1) = -0.14
-    assert list(falls(BEFORE, AFTER)) == [
+    assert list(falls(BEFORE.answers, AFTER.answers)) == [
         "needle at 1,024 tokens fell from 1.00 to 0.22 of 9 answers (95% interval of the difference: -0.78 to -0.14)"
     ]
-    assert list(falls(AFTER, BEFORE)) == []
+    assert list(falls(AFTER.answers, BEFORE.answers)) == []
+
+
+def of_length(scores: LongScores, length: int, digest: str) -> LongScores:
+    return LongScores(digest=digest, questions=tuple(scores.of(length=length)))
+
+
+def test_the_answers_of_a_run_are_compared_with_those_before_the_first_step_to_the_same_questions() -> None:
+    """The run asked other questions of 512 tokens at its end, and none of 2,048 tokens at its start."""
+    last = {512: ("c", AFTER), 1024: ("b", AFTER), 2048: ("d", scores({(NEEDLE, 2048): "+++"}))}
+    records = [
+        long_record(0, of_length(BEFORE, n, digest), FACTS, seconds=1.0) for n, digest in ((512, "a"), (1024, "b"))
+    ]
+    records += [{"kind": "train", "step": 7}]
+    records += [long_record(7, of_length(of, n, digest), FACTS, seconds=1.0) for n, (digest, of) in last.items()]
+    found = answers_of_run(records)
+    assert found is not None and found.step == 7 and found == answers_of_run(records, 7)
+    assert found.after == {**AFTER.answers, (NEEDLE, 2048): BinAnswers(right=(True,) * 3, loss=0.5)}
+    assert list(found.before) == [(NEEDLE, 1024)] and found.falls == list(falls(BEFORE.answers, AFTER.answers))
+    start = answers_of_run(records, 0)
+    assert start is not None and (start.before, start.after) == ({}, BEFORE.answers)
+    assert answers_of_run(records, 3) is None and answers_of_run([]) is None
+
+
+@pytest.mark.parametrize("damage", [{"right": 1}, {"each": "", "loss": 1.0}, {"each": "1", "loss": None}])
+def test_a_damaged_record_of_answers(damage: dict[str, object]) -> None:
+    record = {"kind": "long", "step": 3, "length": 512, "digest": "a", "answers by task": {NEEDLE: damage}}
+    with pytest.raises((LookupError, ValueError)):
+        answers_of_run([record])
 
 
 def test_scores_are_read_as_they_were_written(tmp_path: Path) -> None:

@@ -11,7 +11,19 @@ import pytest
 from sft.metrics.records import train_record
 from sft.metrics.results.records import flat
 from sft.metrics.totals import ExpertLoad, Peak
-from tests.unit.metric_values import START, check, config, evaluation, page, result, run_of, totals, train, validator
+from tests.unit.metric_values import (
+    START,
+    check,
+    config,
+    evaluation,
+    page,
+    questions,
+    result,
+    run_of,
+    totals,
+    train,
+    validator,
+)
 
 
 def mixture(*overrides: str, **changes: np.ndarray) -> dict[str, Any]:
@@ -167,6 +179,7 @@ RECORDS = {
     | {name: MTP[name] for name in MTP_NAMES}
     | {name: TAUGHT[name] for name in TEACHER_NAMES},
     "eval": evaluation(*EVERYTHING, "train.mtp=joint", **TEACHER),
+    "long": questions(),
     "train with a teacher": TAUGHT,
     "eval without a teacher": evaluation(*EVERYTHING, "train.mtp=joint"),
     "train with multi-token prediction": MTP,
@@ -182,13 +195,13 @@ def test_records_are_as_the_schema_says(record: dict[str, Any]) -> None:
     check(record)
 
 
-@pytest.mark.parametrize("kind", ["start", "train", "eval"])
+@pytest.mark.parametrize("kind", ["start", "train", "eval", "long"])
 def test_records_with_a_name_more_or_less_are_not(kind: str) -> None:
     record = RECORDS[kind]
     refused = [{**record, "loss": 1.0}] + [
         {k: v for k, v in record.items() if k != name} for name in record if name not in OPTIONAL
     ]
-    assert len(refused) == {"start": 8, "train": 31, "eval": 19}[kind]
+    assert len(refused) == {"start": 8, "train": 31, "eval": 19, "long": 7}[kind]
     assert not any(validator().is_valid(wrong) for wrong in refused)
 
 
@@ -210,6 +223,7 @@ OPTIONAL = ("nll", "entropy", "mfu", "memory/allocated-gib", "memory/allocated-r
         ("train", {"kind": "eval"}),
         ("train", {"loss by source": {"chat": {"loss": 1.0}}}),
         ("eval", {"set": ""}),
+        ("long", {"answers by task": {"needle": {"right": 0.5, "loss": 1.5, "each": "0-"}}}),
         ("start", {"schema": 2}),
         ("start", {"layout": {"world_size": 2, "tp": 1, "cp": 2, "pp": 1}}),
         ("start", {"layout": {"world_size": 2, "tp": 1, "cp": 2, "pp": 1, "dp": 0}}),
@@ -220,7 +234,7 @@ def test_records_with_a_wrong_value_are_not(kind: str, wrong: dict[str, Any]) ->
     assert not validator().is_valid({**RECORDS[kind], **wrong})
 
 
-KINDS = {"all": {"start", "train", "eval"}, "both": {"train", "eval"}}
+KINDS = {"all": {"start", "train", "eval", "long"}, "both": {"train", "eval"}}
 
 
 def documented(kind: str) -> set[str]:
@@ -238,10 +252,10 @@ def in_schema(part: dict[str, Any], whole: dict[str, Any]) -> set[str]:
     return {f"{n}/{deep}".rstrip("/") for n, below in inner.items() for deep in in_schema(below, whole) or {""}}
 
 
-@pytest.mark.parametrize("kind", ["start", "train", "eval"])
+@pytest.mark.parametrize("kind", ["start", "train", "eval", "long"])
 def test_the_page_the_schema_and_the_records_have_the_same_names(kind: str) -> None:
     written = {
-        re.sub(r"^(loss by \w+|by cp size|teacher by source)/[^/]+/", r"\1/NAME/", name)
+        re.sub(r"^(loss by \w+|by cp size|teacher by source|answers by task)/[^/]+/", r"\1/NAME/", name)
         for name, _ in flat(RECORDS[kind])
     }
     assert written == documented(kind) == in_schema({"$ref": f"#/$defs/{kind}"}, validator().schema)

@@ -18,7 +18,9 @@ def evaluator(**config: Any) -> Evaluator:
     engine: Any = "an engine"
     lifecycle: Any = SimpleNamespace(phase=lambda name: None, stop_reason=lambda: None)
     sets: Any = {"chat": SimpleNamespace(sources=())}
-    return Evaluator(engine, sets, TrainConfig(global_batch_size=1, **config), lifecycle, num_steps=10)
+    return Evaluator(
+        engine, sets, TrainConfig(global_batch_size=1, **config), lifecycle, num_steps=10, suites=(), pad_id=0
+    )
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])

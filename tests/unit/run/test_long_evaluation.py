@@ -34,6 +34,12 @@ def measured(microbatch: Microbatch) -> RowStatistics:
     return RowStatistics(logprob=-torch.tensor(nll).float(), lse=None, entropy=None, correct=torch.tensor(correct))
 
 
+def summed(engine: Any, loader: Any) -> np.ndarray:
+    sums = long_evaluation.score(engine, loader, 4, lambda: True)
+    assert sums is not None
+    return sums
+
+
 @pytest.mark.parametrize("cp", [1, 2])
 def test_each_token_counts_for_its_question(cp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_evaluation.dist, "all_reduce", lambda total: None)
@@ -47,7 +53,7 @@ def test_each_token_counts_for_its_question(cp: int, monkeypatch: pytest.MonkeyP
             measure=lambda microbatches, forward_only: [(None, measured(mb)) for mb in microbatches],
         )
         loader: Any = SimpleNamespace(eval_batches=lambda batches=batches: iter(batches))
-        parts.append(long_evaluation.score(engine, loader, 4))
+        parts.append(summed(engine, loader))
     nll, wrong, tokens = sum(parts)
     assert tokens.tolist() == [5, 1, 3, 2] and wrong.tolist() == [1, 0, 0, 1]
     expected = [
@@ -65,7 +71,18 @@ def test_ranks_that_do_not_report_add_nothing(monkeypatch: pytest.MonkeyPatch) -
         groups=SimpleNamespace(reports=False, device=torch.device("cpu")), measure=lambda *call, **more: [(None, None)]
     )
     loader: Any = SimpleNamespace(eval_batches=lambda: iter([["a microbatch"]]))
-    assert not np.any(long_evaluation.score(engine, loader, 4))
+    assert not np.any(summed(engine, loader))
+
+
+def test_the_scoring_ends_between_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_evaluation.dist, "all_reduce", lambda total: None)
+    groups = SimpleNamespace(reports=False, device=torch.device("cpu"))
+    measured, asked = list[Any](), iter([True, True, False])
+    engine: Any = SimpleNamespace(
+        groups=groups, measure=lambda microbatches, forward_only: measured.append(microbatches)
+    )
+    loader: Any = SimpleNamespace(eval_batches=lambda: iter([[1], [2], [3], [4]]))
+    assert long_evaluation.score(engine, loader, 4, lambda: next(asked)) is None and measured == [[1], [2]]
 
 
 def _with_id(number: int) -> Sample:

@@ -20,7 +20,7 @@ from sft.estimate.saved_by_layer import rotary_tables
 from sft.estimate.shard_messages import ShardMessages
 from sft.estimate.stage import Stage
 from sft.estimate.step_time import dequantise
-from sft.estimate.working_sets import StageWork
+from sft.estimate.working_sets import StageWork, in_forward
 from sft.layers.adapters import Trained
 from sft.layers.matrices import ModelProducts
 from sft.parallel.layout import Layout
@@ -44,7 +44,7 @@ def _stage_memory(stage: Stage, tokens: int) -> float:
     work = StageWork.of(stage, tokens)
     standing = state(stage, stage_parameters(stage), work.in_use.units if work.in_use else None)
     on_device = sum(standing[name] for name in ("weights", "gradients", "optimizer"))
-    return on_device + rotary_tables(work.kinds, tokens) + work.in_forward()
+    return on_device + rotary_tables(work.kinds, tokens) + in_forward(work)
 
 
 def forward_time(

@@ -111,27 +111,6 @@ class StageWork:
         if self.in_use and self.stage.is_first:
             yield self._embedding(self.in_use, block)
 
-    def in_forward(self) -> float:
-        """An upper bound of the bytes of temporary tensors in a forward pass without gradients.
-
-        A half of a layer holds what it would save for backward, the residual stream, its input and its output.  Of the
-        loss head, only `fused` computes no logits of tokens that are not supervised.
-        """
-        layers, experts = (_dequantised(self.base, has_experts=has_experts) for has_experts in (False, True))
-        needs = [self._head()] if self.stage.is_last and self.stage.config.loss.impl != "fused" else [0.0]
-        for kind in [*self.kinds, *([] if self.block is None else [self.block])]:
-            if kind is not self.block and not self.stage.num_on(kind.layers):
-                continue
-            units = self.in_use and (
-                self.in_use.at_block() if kind is self.block else self.in_use.at_layers(kind.layers)
-            )
-            whole = sum((units or {}).values())
-            attention, mlp = (sum(saved.values()) for saved in (kind.everything.attention, kind.everything.mlp))
-            gathered = kind.mixer.gathered(self.pack)
-            needs.append(attention * self.tokens + gathered + whole + sum(layers.values()))
-            needs.append(mlp * self.tokens + whole + sum(experts.values()))
-        return max(needs) + 3 * self.hidden
-
     def saved_by_mtp(self) -> float:
         """Bytes that the block for multi-token prediction saves for a pack; 0 if this stage has no block."""
         if self.block is None:
@@ -253,6 +232,25 @@ class StageWork:
         gradient = self.stage.rank.width * in_use.embedding.trained.total
         freed = block + self._saved_by_layers(range(1, self.stage.config.model.num_layers + 1))
         return WorkingSet({EMBEDDING_BACKWARD: self.hidden + gradient, **in_use.at_embedding()}, freed)
+
+
+def in_forward(work: StageWork) -> float:
+    """An upper bound of the bytes of temporary tensors in a forward pass without gradients.
+
+    A half of a layer holds what it would save for backward, the residual stream, its input and its output.  Of the loss
+    heads, only `fused` computes no logits of tokens that are not supervised.
+    """
+    needs = [work._head()] if work.stage.is_last and work.stage.config.loss.impl != "fused" else [0.0]
+    kinds = [(kind, kind.layers) for kind in work.kinds if work.stage.num_on(kind.layers)]
+    for kind, layers in [*kinds, *([] if work.block is None else [(work.block, ())])]:
+        whole = 0.0
+        if work.in_use is not None:
+            whole = sum((work.in_use.at_layers(layers) if layers else work.in_use.at_block()).values())
+        attention, mlp = (sum(saved.values()) for saved in (kind.everything.attention, kind.everything.mlp))
+        for half, gathered, has_experts in ((attention, kind.mixer.gathered(work.pack), False), (mlp, 0.0, True)):
+            dequantised = sum(_dequantised(work.base, has_experts=has_experts).values())
+            needs.append(half * work.tokens + gathered + whole + dequantised)
+    return max(needs) + 3 * work.hidden
 
 
 def _dequantised(base: LowBitBase | None, *, has_experts: bool) -> dict[str, float]:

@@ -310,7 +310,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row(f"{BY_TASK}/NAME/loss", LONG, "nats per token", ROUNDING, None, AMOUNT,
             "mean over answers of the mean -log p of their tokens", nested=True),
         Row(f"{BY_TASK}/NAME/each", LONG, "", ROUNDING, None, ONES,
-            "1 for a right answer, 0 for a wrong one, in the order of depths", nested=True),
+            "1: a right answer, 0: a wrong one, in the order of depths", nested=True),
         Row("long-time-s", LONG, "s", MACHINE, _fact(lambda run: run.seconds), AMOUNT,
             "duration of these questions by rank 0's clock"),
     ),

@@ -52,13 +52,6 @@ def pack_multiple(config: Config, cp_size: int | None = None) -> int:
     return lcm(config.data.doc_multiple, 2 * cp, cp * _split(config) * FP8_TOKENS[config.run.fp8])
 
 
-def longest_multiple(config: Config) -> int:
-    """The number that must divide the largest length of packs, such as data.seq_length."""
-    parallel, multiple = config.parallel, pack_multiple(config)
-    # With dynamic CP, a pack on one rank holds this length / cp tokens: a multiple of doc_multiple.
-    return lcm(multiple, config.data.doc_multiple * parallel.cp) if parallel.dynamic_cp else multiple
-
-
 def _split(config: Config) -> int:
     return config.parallel.tp if config.parallel.sequence_parallel else 1
 
@@ -288,7 +281,9 @@ def _tokens(config: Config, sizes: SplitSizes) -> Iterator[str]:
         )
     # A cp or tp that is refused already must not appear in the message about seq_length.
     fits = _cp_fits(config, cp) and _tp_fits(sizes, config.parallel.tp)
-    pack = longest_multiple(config) if fits else multiple
+    pack = pack_multiple(config) if fits else multiple
+    if config.parallel.dynamic_cp:  # a pack on one rank holds seq_length / cp tokens: a multiple of doc_multiple
+        pack = lcm(pack, multiple * cp)
     if seq_length % pack:
         why = _explain_multiple(config) if fits else "doc_multiple"
         nearest = _nearest_multiples(seq_length, pack)

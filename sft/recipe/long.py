@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 from fractions import Fraction
+from math import lcm
 
 from sft.config.distill import DistillConfig
 from sft.config.teacher import TeacherConfig
 from sft.data.long.suite import SuiteSettings
 from sft.errors import ConfigError
-from sft.parallel.alignment import longest_multiple
+from sft.parallel.alignment import pack_multiple
 from sft.recipe.resolved import Recipe
 from sft.recipe.run_checks import reached_positions
 
@@ -18,7 +19,9 @@ def suite_settings(recipe: Recipe) -> SuiteSettings:
     Raises ConfigError if the model has too few positions for every length.
     """
     config, long = recipe.config, recipe.config.data.long
-    multiple, reached = longest_multiple(config), reached_positions(recipe)
+    multiple, reached = pack_multiple(config), reached_positions(recipe)
+    if config.parallel.dynamic_cp:  # as for data.seq_length: a pack on one rank holds this length / cp tokens
+        multiple = lcm(multiple, config.data.doc_multiple * config.parallel.cp)
     # A fraction of the decimal digits, because 0.1 * 320 is 32.00000000000001 in floating point.
     asked = [int(Fraction(str(share)) * config.data.seq_length) // multiple * multiple for share in long.lengths]
     lengths = sorted({length for length in asked if length and (reached is None or length <= reached)})

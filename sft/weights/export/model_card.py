@@ -132,9 +132,7 @@ def _long_context(records: Sequence[Mapping[str, Any]], step: int) -> list[str]:
     compared = ", before training → now" if changes else ""
     head, *rows = [f"| {' | '.join(line)} |" for line in grid("task", answers.after, cell)]
     lines = ["## Questions about long texts", ""]
-    lines += [
-        f"Share of right answers by the length of the text in tokens{compared}; the answers are read, not generated:"
-    ]
+    lines += [f"Share of right answers by the length of the text in tokens{compared}; answers are read, not generated:"]
     lines += ["", head, "|---" * head.count(" | ") + "|---|", *rows, ""]
     if answers.falls:
         lines += ["**Below the base, beyond chance (↓):**", "", *(f"- {fall}" for fall in answers.falls), ""]

@@ -36,6 +36,8 @@ def test_lengths_are_lengths_that_packs_may_have() -> None:
     settings = suite_settings(parsed(*long, "data.doc_multiple=64"))
     assert settings.lengths == (256, 704, 1024) and settings.depths == (0.5,)  # 307, 10 and 716 rounded down
     assert suite_settings(parsed("data.long.lengths=[0.1]", "data.seq_length=3200")).lengths == (320,)
+    dynamic = ["parallel.dynamic_cp=true", "parallel.cp=2", "data.long.lengths=[0.1]"]
+    assert suite_settings(parsed(*dynamic)).lengths == (64,)  # 102, rounded down to a multiple of 2 x 32
 
 
 def test_lengths_beyond_the_positions_are_left_out() -> None:

@@ -308,7 +308,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row(f"{BY_TASK}/NAME/right", LONG, "share", ROUNDING, None, SHARE, "share of right answers to the task NAME",
             nested=True),
         Row(f"{BY_TASK}/NAME/loss", LONG, "nats per token", ROUNDING, None, AMOUNT,
-            "mean over answers of the mean -log p of their tokens", nested=True),
+            "mean over answers of the mean -log p", nested=True),
         Row(f"{BY_TASK}/NAME/each", LONG, "", ROUNDING, None, ONES,
             "1: a right answer, 0: a wrong one, in the order of depths", nested=True),
         Row("long-time-s", LONG, "s", MACHINE, _fact(lambda run: run.seconds), AMOUNT,

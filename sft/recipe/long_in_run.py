@@ -26,10 +26,16 @@ _PASSES = 2  # before the first step, and at the end
 
 @dataclass(frozen=True, kw_only=True)
 class InRun:
-    """The questions that a run asks; None: none.  lines: what a run asks, what it leaves out, and why"""
+    """The questions that a run asks.
+
+    settings    None: the run asks none
+    lines       what the run asks, what it leaves out, and why
+    is_failure  whether the run would ask questions, but they cannot be made
+    """
 
     settings: SuiteSettings | None
     lines: tuple[str, ...]
+    is_failure: bool = False
 
 
 def asked_in_run(
@@ -59,7 +65,7 @@ def asked_in_run(
     costs = _Costs(recipe, layout, vocab_size, lengths, num_steps, settings)
     if wanted is True:
         costs.check_memory(usable_bytes)
-        return InRun(settings=settings, lines=(costs.described(settings),))
+        return InRun(settings=settings, lines=(costs.described(settings), *costs.warnings()))
     return costs.as_far_as_cheap()
 
 
@@ -101,6 +107,11 @@ class _Costs:
             f"{shorter} data.long.in_run=auto, which leaves out what does not fit."
         )
 
+    def warnings(self) -> list[str]:
+        """A warning if passes are too slow for a stop, as far as times are predicted."""
+        slow = self._constants and self._too_slow(max(self._settings.lengths))
+        return [f"WARNING: {slow}"] if slow else []
+
     def as_far_as_cheap(self) -> InRun:
         """The questions of the shortest lengths, as many as take at most MOST_SHARE of the run."""
         if self._constants is None:
@@ -126,7 +137,7 @@ class _Costs:
     def described(self, settings: SuiteSettings) -> str:
         number = sum(map(self._num_questions, settings.lengths))
         lengths = ", ".join(f"{length:,}" for length in settings.lengths)
-        asked = f"before the first step and at the end, {number:,} questions of {lengths} tokens"
+        asked = f"before the first step and at the end, up to {number:,} questions of {lengths} tokens"
         if self._constants is None or self._num_steps is None:
             return f"{asked}; their time is not predicted"
         seconds = self._seconds(settings.lengths)
@@ -137,13 +148,19 @@ class _Costs:
         most, needed = self._step_bytes(), self._bytes(length)
         if needed > most:
             return f"{length:,} tokens would need {size(needed)}, and a training step needs {size(most)} (predicted)"
-        batch_s, grace_s = self._time(length).batch_s, self._config.run.grace_s
-        if batch_s > grace_s:
-            return f"a pass of {length:,} tokens takes {shown(batch_s)} s, longer than run.grace_s = {grace_s}"
+        if slow := self._too_slow(length):
+            return slow
         share = self._share(self._seconds(lengths))
         if share > MOST_SHARE:
             return f"with {length:,} tokens they would take {share:.1%} of the run, more than {MOST_SHARE:.0%}"
         return None
+
+    def _too_slow(self, length: int) -> str | None:
+        """A text if a run that must stop would wait too long for the end of a pass; None: it would not."""
+        batch_s, grace_s = self._time(length).batch_s, self._config.run.grace_s
+        if batch_s <= grace_s:
+            return None
+        return f"a pass of {length:,} tokens takes {shown(batch_s)} s (predicted), longer than run.grace_s = {grace_s}"
 
     def _num_questions(self, length: int) -> int:
         return len(self._settings.bins(length)) * self._settings.questions

@@ -53,7 +53,7 @@ def make_in_run(
     except DataError as error:
         if config.data.long.in_run is True:
             raise
-        return InRun(settings=None, lines=(f"not in this run: {error}",))
+        return InRun(settings=None, lines=(f"not in this run: {error}",), is_failure=True)
     return asked
 
 
@@ -71,29 +71,38 @@ def open_in_run(
     lengths = Lengths.of_corpus(data.train.corpus.shapes)
     usable = usable_bytes(config, layout, gpu_of_machine())
     asked = asked_in_run(recipe, layout, data.vocab_size, lengths, data.num_steps, usable)
-    for line in asked.lines:
-        console.say(f"long-context questions {line}")
-    if asked.settings is None:
-        return []
     settings = asked.settings
-    made = broadcast_from_rank0(lambda: made_lengths(settings, tokenizer, cache_dir), control)
+    if settings is None:
+        return []
+    for line in asked.lines:
+        console.say(f"long-context questions: {line}")
     command = f"`sft data prepare {recipe.arguments}`"
-    if missing := [f"{length:,}" for length in settings.lengths if length not in made]:
-        absent = f"the questions of {', '.join(missing)} tokens are not in data.cache_dir {cache_dir}"
-        if must:
-            raise DataError(f"{absent}.  Run {command} first.")
-        console.say(f"long-context questions: {absent}, so they are not asked; {command} makes them, or says why not")
+
+    def made() -> list[int]:
+        lengths = made_lengths(settings, tokenizer, cache_dir)
+        if missing := [f"{length:,}" for length in settings.lengths if length not in lengths]:
+            absent = f"the questions of {', '.join(missing)} tokens are not in data.cache_dir {cache_dir}"
+            if must:
+                raise DataError(f"{absent}.  Run {command} first.")
+            console.say(
+                f"long-context questions: {absent}, so they are not asked; {command} makes them, or says why not"
+            )
+        if lengths:
+            open_suites(replace(settings, lengths=tuple(lengths)), tokenizer, cache_dir)
+        return lengths
+
     try:
-        return open_suites(replace(settings, lengths=tuple(made)), tokenizer, cache_dir) if made else []
-    except DataError as error:
+        chosen = broadcast_from_rank0(made, control)
+    except DataError as error:  # on all ranks
         if must:
             raise
         console.say(f"long-context questions are not asked: {error}")
         return []
+    return open_suites(replace(settings, lengths=tuple(chosen)), tokenizer, cache_dir) if chosen else []
 
 
 def prepare_questions(recipe: Recipe, tokenizer: ChatTokenizer, corpus: Corpus, console: Console) -> None:
-    """Makes the questions of the run before its number of ranks is known.  Says what a run asks if it may ask some.
+    """Makes the questions of the run before its number of ranks is known, and says what they are, or why they cannot be made.
 
     Raises the errors of `make_in_run`.
     """
@@ -107,8 +116,8 @@ def prepare_questions(recipe: Recipe, tokenizer: ChatTokenizer, corpus: Corpus, 
         )
 
     asked = make_in_run(recipe, layout, tokenizer, corpus, console, num_steps)
-    for line in asked.lines:
-        console.say(f"long-context questions {line}")
+    for line in asked.lines if asked.settings is not None or asked.is_failure else ():
+        console.say(f"long-context questions: {line}")
 
 
 def usable_bytes(config: Config, layout: Layout, gpu: Gpu | None) -> float | None:

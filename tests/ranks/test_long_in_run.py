@@ -116,7 +116,7 @@ def test_scores_are_those_of_sft_eval_bit_for_bit(ranks: Ranks, recipe: Path, wh
 def test_the_training_is_that_of_a_run_without_questions(ranks: Ranks, recipe: Path, whole: Path) -> None:
     folder, result = trained(ranks(2), recipe, "without", "data.long.in_run=auto")
     assert result.code == 0 and records(folder, "train") == records(whole, "train") and not records(folder, "long")
-    assert "questions" not in result.out.split("world_size")[1]  # on a CPU, auto asks none, and `sft check` says so
+    assert "questions" not in result.out.split("world_size")[1]  # on a CPU, auto asks none; `sft check` says so
 
 
 @pytest.mark.parametrize("stops_at", [(0, 2), (STEPS, 1)], ids=["before the first step", "at the end"])

@@ -105,6 +105,10 @@ def test_when_auto_asks_none() -> None:
     assert found.settings is None and "unknown before the data are read" in found.lines[0]
     assert "`sft eval --long` asks them" in asked(llama("data.long.in_run=false"), 10**6).lines[0]
     grace = asked(llama("run.grace_s=1"), 10**6)
+    warned = asked(llama("run.grace_s=1", "data.long.in_run=true"), 10**6).lines[1]
+    assert re.match(
+        r"WARNING: a pass of 131,072 tokens takes 2.7 s \(predicted\), longer than run.grace_s = 1$", warned
+    )
     assert 131072 not in lengths_of(grace) and "longer than run.grace_s = 1" in grace.lines[-1]
 
 

@@ -13,7 +13,7 @@ from sft.files.atomic_files import unusable, why_not_written
 from sft.metrics.long import LongScores, table
 from sft.metrics.long_records import AnswersOfRun, answers_of_run
 from sft.metrics.records import Record, eval_record, long_record, start_record, train_record
-from sft.metrics.results.records import read_records
+from sft.metrics.results.records import RunError, read_records
 from sft.metrics.run_facts import RunFacts
 from sft.metrics.totals import StepResult, Totals
 from sft.metrics.writers import Writer, open_writers
@@ -118,8 +118,13 @@ class MetricsLog:
             self._console.say(f"WARNING: below the start of the run: {fall}")
 
     def _answers_of_run(self, step: int) -> AnswersOfRun | None:
-        """The answers in metrics.jsonl, which an earlier start may have written; None on ranks without writers."""
-        return answers_of_run(read_records(self._folder), step) if self._writers else None
+        """The answers in metrics.jsonl, which an earlier start may have written; None on ranks without writers, and if
+        the file is damaged."""
+        try:
+            return answers_of_run(read_records(self._folder), step) if self._writers else None
+        except (RunError, LookupError, TypeError, ValueError) as error:
+            self._console.say(f"WARNING: the answers are not compared with those at the start of the run: {error}")
+            return None
 
     def summarise(self) -> None:
         """Print the first and the last loss of training and of each held-out set that this process logged."""

@@ -102,7 +102,8 @@ def open_in_run(
 
 
 def prepare_questions(recipe: Recipe, tokenizer: ChatTokenizer, corpus: Corpus, console: Console) -> None:
-    """Makes the questions of the run before its number of ranks is known, and says what they are, or why they cannot be made.
+    """Makes the questions of the run before its number of ranks is known.  Says what they are, or why they cannot be
+    made.
 
     Raises the errors of `make_in_run`.
     """

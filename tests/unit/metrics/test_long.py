@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 
 from sft.errors import ConfigError
+from sft.metrics.log import MetricsLog
 from sft.metrics.long import BinAnswers, LongScores, QuestionScore, falls, read_scores, scores_of, table
 from sft.metrics.long_records import answers_of_run
 from sft.metrics.records import long_record
 from sft.metrics.results.long_plot import draw, shares
-from tests.unit.metric_values import config, run_of
+from sft.metrics.writers import JsonLines, scalars
+from tests.unit.fixtures.logs import console
+from tests.unit.metric_values import START, config, run_of
 
 
 def scores(right: dict[tuple[str, int], str]) -> LongScores:
@@ -95,6 +98,35 @@ def test_a_damaged_record_of_answers(damage: dict[str, object]) -> None:
     record = {"kind": "long", "step": 3, "length": 512, "digest": "a", "answers by task": {NEEDLE: damage}}
     with pytest.raises((LookupError, ValueError)):
         answers_of_run([record])
+
+
+def test_the_log_names_what_fell_below_the_start_of_the_run(tmp_path: Path) -> None:
+    """An earlier start has written the answers at step 0."""
+    before, after = (of_length(of, 1024, "same") for of in (BEFORE, AFTER))
+    file = tmp_path / "metrics.jsonl"
+    earlier = long_record(0, before, FACTS, seconds=1.0)
+    file.write_text(f"{json.dumps(START)}\n{json.dumps(earlier)}\n")
+
+    def logged() -> str:
+        said, stream = console()
+        log = MetricsLog(tmp_path, [JsonLines(file, 6, is_evaluated=True)], said, FACTS, step=6, num_steps=7)
+        log.questions(7, [(after, 2.5)])
+        return stream.getvalue()
+
+    text = logged()
+    assert "long-context questions after step 7, 2.5 s\n" in text and "needle         0.22 -0.78*" in text, text
+    assert f"WARNING: below the start of the run: {list(falls(before.answers, after.answers))[0]}\n" in text
+    written = json.loads(file.read_text().splitlines()[-1])
+    assert (written["kind"], written["step"], written["answers by task"][NEEDLE]["each"]) == ("long", 7, "000000011")
+    assert logged() == text  # a start after step 6 removes and repeats the answers after step 7
+    file.write_text(f"{json.dumps(START)}\n{json.dumps(earlier | {'length': []})}\n")
+    assert "WARNING: the answers are not compared with those at the start of the run: " in logged()
+
+
+def test_numbers_of_answers_in_tensorboard() -> None:
+    drawn = scalars(long_record(7, of_length(AFTER, 512, "a"), FACTS, seconds=2.0))
+    assert {name for name in drawn if "code" in name} == {f"answers by task/code/{n}/512" for n in ("right", "loss")}
+    assert drawn["answers by task/needle/right/512"] == 1 and "length/512" not in drawn
 
 
 def test_scores_are_read_as_they_were_written(tmp_path: Path) -> None:

@@ -45,7 +45,11 @@ class Evaluator:
 
         If the number of steps was lowered below `step`, a resumed run trains no step, and `step` counts as the last.
         """
-        return step == 0 or step >= self._num_steps or (self._every is not None and step % self._every == 0)
+        return self._is_end(step) or (self._every is not None and step % self._every == 0)
+
+    def _is_end(self, step: int) -> bool:
+        """Whether the run begins or ends with `step`."""
+        return step == 0 or step >= self._num_steps
 
     def is_missing(self, step: int, evaluated: int) -> bool:
         """Whether the evaluation after `step` is due but was not made.  evaluated: the last step with an evaluation"""
@@ -80,7 +84,7 @@ class Evaluator:
     def _ask(self, step: int) -> list[tuple[LongScores, float]] | None:
         """The scores and the seconds of each suite, [] if no questions are due; None if the run must stop."""
         answers = []
-        for suite in self._suites if step == 0 or step >= self._num_steps else ():
+        for suite in self._suites if self._is_end(step) else ():
             started = time.monotonic()
             phase = f"questions of {suite.length:,} tokens after step {step}"
             scores = score_suite(self._engine, suite, self._pad_id, lambda: self._goes_on(phase))

@@ -119,6 +119,8 @@ def test_the_log_names_what_fell_below_the_start_of_the_run(tmp_path: Path) -> N
     written = json.loads(file.read_text().splitlines()[-1])
     assert (written["kind"], written["step"], written["answers by task"][NEEDLE]["each"]) == ("long", 7, "000000011")
     assert logged() == text  # a start after step 6 removes and repeats the answers after step 7
+    JsonLines(file, 0, is_evaluated=False).close()  # the evaluation before the first step did not end
+    assert file.read_text().splitlines() == [json.dumps(START)]
     file.write_text(f"{json.dumps(START)}\n{json.dumps(earlier | {'length': []})}\n")
     assert "WARNING: the answers are not compared with those at the start of the run: " in logged()
 

@@ -123,6 +123,8 @@ cp 19%, dp 2%
         all constants of h100 are assumed; `sft plan --calibrate` measures them
         assumed kernels of attention: full attention by Transformer Engine (413 / 395 to 440 TFLOP/s, published: \
 FlashAttention-3, figures 5 and 6; backward at 2K tokens)
+questions not in this run: with 256 tokens they would take 969.8% of the run, more than 2%; data.long.in_run=true asks \
+all lengths
 """
     assert Path("runs/a/cache").is_dir()
 
@@ -156,9 +158,10 @@ def test_check_without_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "a.yaml", "--no-data"]) == 0
     printed = capsys.readouterr().out.split("\n")
     assert printed[0] == "layout  world_size 1 = tp 1 x cp 1 x pp 1 x dp 1"
-    assert printed[-12] == "model   parameters 115,392 with a vocabulary of 259"
-    assert printed[-11].startswith("memory  per rank, estimated and not measured: ")
-    assert printed[-8].startswith("time    predicted and not measured: a step 0.00086 s, "), printed[-8]
+    assert printed[-13] == "model   parameters 115,392 with a vocabulary of 259"
+    assert printed[-12].startswith("memory  per rank, estimated and not measured: ")
+    assert printed[-9].startswith("time    predicted and not measured: a step 0.00086 s, "), printed[-9]
+    assert printed[-5].startswith("questions not in this run: with 256 tokens they would take "), printed[-5]
     assert printed[-4:] == [
         "weights not read (--no-data)",
         "data    not read (--no-data)",

@@ -204,8 +204,8 @@ GOOD = json.dumps(START) + "\n" + json.dumps(train(1)) + "\n"
     [
         (None, "metrics.jsonl does not exist. Give the folder of a run"),
         (b"", "has no step and no evaluation"),
-        (b'{"schema": 10, "kind": "start", "step": 0}\n', "has schema 10; this version reads 1 to 9"),
-        (GOOD.encode() + b'{"schema": 10, "kind": "start", "step": 1}\n', "has schema 10; this version reads 1 to 9"),
+        (b'{"schema": 11, "kind": "start", "step": 0}\n', "has schema 11; this version reads 1 to 10"),
+        (GOOD.encode() + b'{"schema": 11, "kind": "start", "step": 1}\n', "has schema 11; this version reads 1 to 10"),
         (GOOD.encode() + b"nonsense\n", "metrics.jsonl:3 is not JSON (Expecting value)"),
         (b"\xff\xfe\x00\n" + GOOD.encode(), "metrics.jsonl:1 is not JSON (not UTF-8)"),
         (b'{"schema": 1, "kind": "start", "step": "0"}\n', "metrics.jsonl:1 is not a record"),

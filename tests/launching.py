@@ -133,7 +133,7 @@ TIMED = (
     "tokens-per-second-per-rank",
     "tokens-per-second-supervised",
     "tflops-per-rank",
-    "data-wait-share",
+    *("data-wait-share", "data-wait-rank", "passes-time-s", "passes-time-median-s", "passes-rank"),
     "step-time-s",
     "eval-time-s",
 )

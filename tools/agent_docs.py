@@ -65,7 +65,7 @@ tools/agent_docs.py made this file from the documentation, the recipes and the c
 2. Run `sft check recipe.yaml --world-size 16 --gpu h100 --no-data` until the exit code is 0. An error lists every
    mistake with its line and a value that would work. Then run it without `--no-data`.
 3. Run `sft data prepare recipe.yaml`, then `sft train recipe.yaml --processes 8`, or on several machines
-   what `sft launch kubernetes`, `skypilot`, `ssh` or `slurm` prints.
+   what `sft launch kubernetes recipe.yaml --gpus 16` prints; also for `skypilot`, `ssh` and `slurm`.
 4. `sft status recipe.yaml` says how the run ended: exit code 0 done, 75 start it again, 2 find the cause first.
 
 ## Rules

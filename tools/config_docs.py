@@ -58,7 +58,7 @@ These errors show only when the run starts on the cluster:
 - data that are not tokenised in `data.cache_dir` (`sft check` tokenises them), and weights that cannot be downloaded
 - base weights of adapters that the run has not hashed before (`sft check` says "not compared")
 - bytes of a checkpoint or of weights that changed without a change of size, and weights that are not finite
-- W&B or MLflow that does not start
+- W&B, MLflow or trackio that does not start; a port of Prometheus that is taken
 
 Both warn of settings without an effect in the run: `checkpoint.save_every`, `train.eval_every` or steps of `profile`
 beyond its end; `checkpoint.keep_best` if saved steps are not evaluated; fewer packs than `train.global_batch_size`; and

@@ -47,7 +47,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), json_schema_extra=UNREPORTED)
     """Saving, deleting and loading of checkpoints."""
     log: LogConfig = Field(LogConfig(), json_schema_extra=UNREPORTED)
-    """Console, TensorBoard, Weights & Biases, MLflow and metrics."""
+    """Console, TensorBoard, Weights & Biases, MLflow, trackio, Prometheus and metrics."""
     profile: ProfileConfig = Field(ProfileConfig(), json_schema_extra=UNREPORTED)
     """Memory history and traces of chosen steps.  By default nothing is recorded."""
 

@@ -47,6 +47,10 @@ class LogConfig(Section):
     """Project at Weights & Biases; null: none.  Environment variables WANDB_* set account and server."""
     mlflow: Annotated[str, StringConstraints(min_length=1)] | None = None
     """Experiment of MLflow; null: none.  MLFLOW_TRACKING_URI sets the server or database."""
+    trackio: Annotated[str, StringConstraints(min_length=1)] | None = None
+    """Project of trackio; null: none.  TRACKIO_DIR or TRACKIO_SPACE_ID sets where it keeps the numbers."""
+    prometheus_port: Annotated[int, Field(ge=1, le=65_535)] | None = None
+    """Port at which rank 0 serves the newest numbers as Prometheus text, on all interfaces; null: none."""
     position_edges: list[Positive] = [4096, 16384, 65536]
     """Edges of ranges of positions in a document; the loss is also logged for each range."""
     peak_tflops: Annotated[float, Field(gt=0.0)] | None = None

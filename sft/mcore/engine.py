@@ -83,7 +83,8 @@ class Engine:
             self.scheduler = build.build_scheduler(config.optim, self.optimizer, num_steps)
             self.core_config.grad_scale_func = self.optimizer.scale_loss
             self.core_config.finalize_model_grads_func = self._finalize
-        self._passes = PassProgress(progress, torch.cuda.Event if groups.device.type == "cuda" else None)
+        is_cuda = groups.device.type == "cuda"
+        self._passes = PassProgress(progress, partial(torch.cuda.Event, enable_timing=True) if is_cuda else None)
         self._denominator = 0.0  # denominator of the global batch of this step
         self._mtp_loss, self._teacher_weights = MtpLoss(config), TeacherWeights(config)
         self.local_losses: list[float] = []
@@ -163,7 +164,8 @@ class Engine:
             for i, (mb, (objective, rows)) in enumerate(zip(microbatches, measured))
         ]
         self.local_losses = [part.objective for part in tokens]
-        peaks = {"data_wait_s": data_wait_s, **device.peak_memory(self.groups.device)}
+        times = {"data_wait_s": data_wait_s, "passes_s": self._passes.seconds}
+        peaks = {**times, **device.peak_memory(self.groups.device)}
         return accumulator.totals(microbatches, tokens, peaks)
 
     def _set_denominator(self, microbatches: Sequence[Microbatch]) -> None:

@@ -12,9 +12,10 @@ another thread holds a lock of the driver.  The limit of two passes also bounds 
 queue: NCCL's timeout (`run.timeout_s`) counts from the moment when the host queues the collective.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 from sft.batch import Microbatch
 
@@ -39,13 +40,15 @@ class Event(Protocol):
     def record(self) -> None: ...
     def query(self) -> bool: ...
     def synchronize(self) -> None: ...
+    def elapsed_time(self, end: Any, /) -> float: ...
 
 
 class PassProgress:
     """Reports the passes of one engine: which one the host queues, and which one the GPU computes.
 
     report     gets the name of a pass when the host queues it, and again when the host waits for its end on the GPU
-    new_event  makes a CUDA event; None on a CPU
+    new_event  makes a CUDA event that takes the time; None on a CPU
+    seconds    time of the last step on this rank, from its first pass to its last, the sum of gradients
 
     the host begins to queue    forward 1   backward 1   forward 2    backward 2    forward 3
     after the GPU has begun     -           -            forward 1    backward 1    forward 2
@@ -54,16 +57,23 @@ class PassProgress:
     def __init__(self, report: Callable[[str], None], new_event: Callable[[], Event] | None) -> None:
         self._report, self._new_event = report, new_event
         self._begun: deque[tuple[str, Event]] = deque()  # passes that the GPU may not have begun
+        self._first: Event | float | None = None  # of the first pass of this step: its event, or the time on a CPU
+        self._last: Event | float | None = None
+        self.seconds = 0.0
         self._on_gpu: str | None = None  # the newest pass that the GPU has begun, as far as the host has asked
 
     def begin(self, name: str) -> None:
         """The host begins to queue the pass `name`."""
-        if self._new_event is not None:
+        if self._new_event is None:
+            self._last = time.perf_counter()
+        else:
             if len(self._begun) == PENDING_PASSES:
                 self._wait_for_oldest()
             event = self._new_event()
             event.record()
             self._begun.append((name, event))
+            self._last = event
+        self._first = self._last if self._first is None else self._first
         self._report(name)
 
     def finish(self) -> None:
@@ -73,6 +83,14 @@ class PassProgress:
         if self._on_gpu is not None:
             self._report(self._on_gpu)
         self._on_gpu = None
+        self.seconds, self._first = self._elapsed(), None
+
+    def _elapsed(self) -> float:
+        """Seconds from the first to the last pass, which the GPU has both begun."""
+        first, last = self._first, self._last
+        if isinstance(first, float) and isinstance(last, float):
+            return last - first
+        return 0.0 if first is None else float(cast(Event, first).elapsed_time(last)) / 1e3
 
     def _wait_for_oldest(self) -> None:
         name, event = self._begun.popleft()

@@ -15,6 +15,7 @@ from sft.metrics.long_records import AnswersOfRun, answers_of_run
 from sft.metrics.records import Record, eval_record, long_record, start_record, train_record
 from sft.metrics.results.records import RunError, read_records
 from sft.metrics.run_facts import RunFacts
+from sft.metrics.stragglers import Stragglers
 from sft.metrics.totals import StepResult, Totals
 from sft.metrics.writers import Writer, open_writers
 from sft.parallel.collectives import broadcast_from_rank0
@@ -36,6 +37,7 @@ class MetricsLog:
         self._first, self._busy_s = step, 0.0
         self.last: Record | None = None  # the record of the last optimizer step that was logged
         self._losses: dict[str, list[tuple[int, float]]] = {"train": []}
+        self._stragglers = Stragglers()
 
     @staticmethod
     def open(
@@ -87,6 +89,8 @@ class MetricsLog:
         self._write(record)
         if step % self._every == 0 or step == self._num_steps:
             self._console.say(self._line(record))
+        if slow := self._stragglers.after(result, seconds):
+            self._console.say(slow)
 
     def evaluation(self, step: int, set_name: str, totals: Totals, *, seconds: float) -> Record:
         """Log a pass over a held-out set after `step`, which took `seconds`."""

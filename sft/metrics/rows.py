@@ -9,23 +9,10 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from sft.metrics.long_records import BY_TASK
-from sft.metrics.run_facts import RunFacts
+from sft.metrics.run_facts import Formula, RunFacts
 from sft.metrics.totals import ExpertLoad, StepResult, Totals, quantities
 
 SCHEMA = 10  # version of the schema of metrics.jsonl
-
-
-@dataclass(frozen=True)
-class Formula:
-    """Computes a number from the totals of a step or a held-out pass, and from the facts of the run.
-
-    kind   the word of docs/reference/metrics.md for the ranks over which the number is combined; "" if it is not
-           combined
-    value  computes the number from (totals, facts)
-    """
-
-    kind: str
-    value: Callable[[Any, RunFacts], Any]
 
 
 @dataclass(frozen=True)
@@ -262,6 +249,14 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row("data-wait-share", TRAIN, "share", MACHINE,
             Formula("Max", lambda step, run: step.data_wait_s.value / run.seconds), AMOUNT,
             "longest wait of a rank for data, divided by the step time"),
+        Row("data-wait-rank", TRAIN, "rank", MACHINE, Formula("Max", lambda step, run: step.data_wait_s.rank), COUNT,
+            "rank with this wait"),
+        Row("passes-time-s", TRAIN, "s", MACHINE, Formula("Max", lambda step, run: step.passes_s.value), AMOUNT,
+            "passes of the slowest rank, until gradients are added over ranks"),
+        Row("passes-time-median-s", TRAIN, "s", MACHINE, Formula("Max", lambda step, run: step.passes_s.median),
+            AMOUNT, "the same, median of all ranks"),
+        Row("passes-rank", TRAIN, "rank", MACHINE, Formula("Max", lambda step, run: step.passes_s.rank), COUNT,
+            "the slowest rank"),
         Row("step-time-s", TRAIN, "s", MACHINE, _fact(lambda run: run.seconds), ABOVE_0,
             "duration of the step by rank 0's clock"),
         Row("tflops-per-rank", TRAIN, "TFLOP/s", MACHINE, Formula("Ratio", lambda step, run: run.tflops_per_rank(step)),

@@ -1,6 +1,8 @@
 """Computes numbers of the log from facts of the run, such as its layout and its FLOPs per token, and from totals."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from sft.config import Config
 from sft.layers.adapters import Trained
@@ -54,3 +56,16 @@ class RunFacts:
         """Model FLOPs utilisation: `tflops_per_rank` / log.peak_tflops; None if log.peak_tflops is null."""
         peak = self.config.log.peak_tflops
         return None if peak is None else self.tflops_per_rank(totals) / peak
+
+
+@dataclass(frozen=True)
+class Formula:
+    """Computes a number from the totals of a step or a held-out pass, and from the facts of the run.
+
+    kind   the word of docs/reference/metrics.md for the ranks over which the number is combined; "" if it is not
+           combined
+    value  computes the number from (totals, facts)
+    """
+
+    kind: str
+    value: Callable[[Any, RunFacts], Any]

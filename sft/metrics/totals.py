@@ -26,10 +26,11 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The largest value of all ranks, and the first rank that has it."""
+    """The largest value of all ranks, the first rank that has it, and the median of all ranks."""
 
     value: float
     rank: int
+    median: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ class Quantity:
     def over_ranks(self, numbers: np.ndarray, names: Sequence[str]) -> Any:
         """The value combined over ranks.  numbers: float64 [ranks, buckets], the results of `local`"""
         if self.kind == "Max":
-            return Peak(value=float(numbers[:, 0].max()), rank=int(numbers[:, 0].argmax()))
+            of_ranks = numbers[:, 0]
+            return Peak(value=float(of_ranks.max()), rank=int(of_ranks.argmax()), median=float(np.median(of_ranks)))
         values = [self.number(self.combine.reduce(column)) for column in numbers.T]
         return dict(zip(names, values, strict=True)) if self.by else values[0]
 
@@ -168,6 +170,9 @@ class Totals:
     perplexity_min: float = quantity("PerSequence", lambda x: x.perplexity.min(initial=np.inf), float, np.minimum)
     perplexity_max: float = quantity("PerSequence", lambda x: x.perplexity.max(initial=-np.inf), float, np.maximum)
     data_wait_s: Peak = quantity("Max", lambda peaks: peaks.get("data_wait_s", 0.0))
+    passes_s: Peak = quantity(
+        "Max", lambda peaks: peaks.get("passes_s", 0.0)
+    )  # from the first pass to the sum of gradients
     memory_allocated: Peak = quantity("Max", lambda peaks: peaks.get("memory_allocated", 0.0))  # bytes
     memory_reserved: Peak = quantity("Max", lambda peaks: peaks.get("memory_reserved", 0.0))
 

@@ -1,6 +1,6 @@
 """Writes the records of a run to metrics.jsonl, TensorBoard, Weights & Biases and MLflow, on rank 0 only.
 
-This module decides the names of numbers in TensorBoard, W&B and MLflow, and which records remain after a restart.
+`open_writers` also opens trackio and Prometheus.  This module decides which records remain after a restart.
 """
 
 import json
@@ -19,11 +19,10 @@ from sft.errors import ConfigError, first_few
 from sft.files.atomic_files import append, replace_text, unusable
 from sft.files.folder_files import LINE_BYTES, METRICS_BYTES, WORD_BYTES, UnsafeFileError, read_file
 from sft.metrics.long_records import LONG
+from sft.metrics.prometheus_writer import Prometheus
 from sft.metrics.records import Record
-from sft.metrics.results.records import flat
-from sft.metrics.rows import ROWS
-
-_NOT_DRAWN = {row.name for row in ROWS if not row.drawn}
+from sft.metrics.scalars import scalars
+from sft.metrics.trackio_writer import Trackio
 
 
 class Writer(Protocol):
@@ -200,11 +199,16 @@ def open_writers(
     """
     opened: list[Writer] = []
     try:
-        # W&B and MLflow come first: if one of them does not start, no file has changed.
+        # Services come first: if one of them does not start, no record has changed.
         if config.log.wandb is not None:
             opened.append(BestEffortWriter("W&B", Wandb(folder, config.log.wandb, values(config)), console))
         if config.log.mlflow is not None:
             opened.append(BestEffortWriter("MLflow", Mlflow(folder, config.log.mlflow, values(config)), console))
+        if config.log.trackio is not None:
+            name = f"{folder.resolve().name}-{_kept_id(folder / 'trackio_id')}"
+            opened.append(BestEffortWriter("trackio", Trackio(config.log.trackio, name, values(config)), console))
+        if config.log.prometheus_port is not None:
+            opened.append(BestEffortWriter("Prometheus", Prometheus(config.log.prometheus_port), console))
         if config.log.tensorboard:
             of_step = _train_records(folder / "metrics.jsonl", step)
             tensorboard = TensorBoard(folder / "tensorboard", step, is_evaluated=is_evaluated, of_step=of_step)
@@ -218,27 +222,6 @@ def open_writers(
             raise unusable(message, folder, error) from error
         raise error if isinstance(error, ConfigError) else ConfigError(f"{message}: {error}.")
     return opened[::-1]
-
-
-def scalars(record: Record) -> dict[str, float]:
-    """The numbers of a record that TensorBoard, W&B and MLflow draw over steps, with Megatron-LM's names; {} for a
-    `start` record.
-
-    step -> `lm loss`        held-out set `eval` -> `lm loss validation`        other set -> `lm loss validation/NAME`
-    questions of 4096 tokens -> `answers by task/needle/right/4096`
-    """
-    if record["kind"] == "start":
-        return {}
-    suffix = ""
-    if record["kind"] == "eval":
-        suffix = " validation" if record["set"] == "eval" else f" validation/{record['set']}"
-    elif record["kind"] == LONG:
-        suffix = f"/{record['length']}"
-    return {
-        name + suffix: float(value)
-        for name, value in flat(record)
-        if name not in _NOT_DRAWN and isinstance(value, int | float)
-    }
 
 
 def mlflow_name(name: str) -> str:

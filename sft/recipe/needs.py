@@ -66,12 +66,14 @@ def _dataset_hint(key: str, path: str) -> str:
 
 
 def check_packages(recipe: Recipe) -> None:
-    """Raise ConfigError if a recipe logs to W&B or MLflow, but the package wandb or mlflow is not installed."""
+    """Raise ConfigError if a recipe logs to a service whose package is not installed."""
     log = recipe.config.log
-    for package, value in {"wandb": log.wandb, "mlflow": log.mlflow}.items():
+    keys = {"wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio", "prometheus_port": "prometheus_client"}
+    for key, package in keys.items():
+        value = getattr(log, key)
         spec = None if value is None else find_spec(package)
         if value is not None and (spec is None or spec.origin is None):  # origin None: a folder of that name
             raise ConfigError(
-                f"log.{package} = {value} ({recipe.origins[f'log.{package}']}) needs the package {package}, which is "
-                f"not installed here: pip install {package}; or train without it: log.{package}=null."
+                f"log.{key} = {value} ({recipe.origins[f'log.{key}']}) needs the package {package}, which is not "
+                f"installed here: pip install {package}; or train without it: log.{key}=null."
             )

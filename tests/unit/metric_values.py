@@ -38,7 +38,7 @@ def totals(**changes: Any) -> Totals:
         num_sequences=3, sequence_nll=4.5, perplexity=15.0, perplexity_min=3.0, perplexity_max=7.0,
         nll_by_position={"0-4K": 25.0, "4K+": 0.0}, num_tokens_by_position={"0-4K": 20, "4K+": 0},
         nll_by_source={"chat": 5.0, "code": 20.0}, num_tokens_by_source={"chat": 10, "code": 10},
-        data_wait_s=Peak(value=0.5, rank=1), memory_allocated=Peak(value=2.0**31, rank=3),
+        data_wait_s=Peak(value=0.5, rank=1), passes_s=Peak(value=1.5, rank=1, median=1.25), memory_allocated=Peak(value=2.0**31, rank=3),
         memory_reserved=Peak(value=2.0**32, rank=2), work_imbalance=1.25, num_slots=2, num_packs_by_cp_size={},
         num_aligned_by_cp_size={}, mtp_nll=9.0, num_mtp_tokens=18, num_taught=0,
         divergence=0.0, num_agreeing=0, covered=0.0, num_taught_by_source={"chat": 0, "code": 0},

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
+
 from sft.mcore.progress import Event, PassProgress
 
 
@@ -22,6 +24,9 @@ class Fake:
 
     def synchronize(self) -> None:
         self.log.append(f"wait {self.number}")
+
+    def elapsed_time(self, end: "Fake", /) -> float:
+        return 250.0 * (end.number - self.number)  # ms
 
 
 def events(log: list[str], *, are_done: bool) -> Callable[[], Event]:
@@ -66,3 +71,18 @@ def test_the_host_does_not_wait_for_a_pass_that_has_begun() -> None:
 def test_a_cpu_has_no_events() -> None:
     log: list[str] = []
     assert step(PassProgress(log.append, None), log) == ["forward 1", "backward 1", "forward 2", "backward 2"]
+
+
+def test_the_time_from_the_first_to_the_last_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four passes begin at 0, 250, 500 and 750 ms on the GPU; on a CPU at 2, 3, 5 and 9 s."""
+    log: list[str] = []
+    passes = PassProgress(log.append, events(log, are_done=False))
+    step(passes, log)
+    assert passes.seconds == 0.75
+    step(passes, log)  # begins anew
+    assert passes.seconds == 0.75
+    times = iter((2.0, 3.0, 5.0, 9.0))
+    monkeypatch.setattr("sft.mcore.progress.time.perf_counter", lambda: next(times))
+    on_cpu = PassProgress(log.append, None)
+    step(on_cpu, log)
+    assert on_cpu.seconds == 7.0

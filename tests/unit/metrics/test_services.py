@@ -1,16 +1,20 @@
-"""Records in Weights & Biases and MLflow; replacements of the packages, one of which applies MLflow's rules for
-names."""
+"""Records in services; replacements of the packages, one of which applies MLflow's rules for names."""
 
 import importlib.machinery
 import re
+import socket
 import sys
+import time
 import types
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sft.errors import ConfigError, TrainingError
+from sft.metrics.prometheus_writer import Prometheus
 from sft.metrics.writers import BestEffortWriter, Mlflow, Wandb, Writer, mlflow_name, open_writers
 from tests.unit.fixtures.logs import console, log_of
 from tests.unit.metric_values import config, evaluation, result, totals
@@ -119,6 +123,38 @@ class FakeMlflow(types.ModuleType):
 
     def end_run(self, status: str) -> None:
         self.ends.append(status)
+
+
+class FakeTrackio(types.ModuleType):
+    """Records what a run of trackio gets."""
+
+    def __init__(self) -> None:
+        super().__init__("trackio")
+        self.__spec__ = importlib.machinery.ModuleSpec("trackio", None, origin="a stand-in")
+        self.names: list[str] = []
+        self.logged: list[dict[str, float]] = []
+        self.ends, self.fails = 0, False
+
+    def init(self, *, project: str, name: str, config: dict, resume: str, **quiet: bool) -> Any:
+        if self.fails:
+            raise OSError("read-only\nfile system")
+        assert not any(quiet.values())
+        assert (project, resume, config["optim.lr"]) == ("chats", "allow", (1e-3, 2e-3)[len(self.names)])
+        self.names.append(name)
+        return self
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        self.logged.append({"step": step, **numbers})
+
+    def finish(self) -> None:
+        self.ends += 1
+
+
+@pytest.fixture
+def trackio(monkeypatch: pytest.MonkeyPatch) -> FakeTrackio:
+    stand_in = FakeTrackio()
+    monkeypatch.setitem(sys.modules, "trackio", stand_in)
+    return stand_in
 
 
 @pytest.fixture
@@ -239,3 +275,62 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, wandb: FakeWandb) -> No
     ):
         open_writers(tmp_path, config("log.wandb=p"), 0, console()[0])
     assert wandb.runs[0].exit_codes == [2]
+
+
+def test_trackio_continues_the_run_of_the_same_name(tmp_path: Path, trackio: FakeTrackio) -> None:
+    log_twice(tmp_path / "demo", "trackio")
+    first, second = trackio.names
+    assert first == second and first.startswith("demo-") and len(first) == len("demo-") + 12
+    assert losses(trackio.logged) == [(3, 1.5, None), (3, None, 1.5)] * 2
+    assert trackio.ends == 2
+
+
+def test_trackio_that_does_not_start(tmp_path: Path, trackio: FakeTrackio) -> None:
+    trackio.fails = True
+    with pytest.raises(ConfigError, match="log.trackio = chats: trackio did not start: OSError: read-only"):
+        open_writers(tmp_path, config("log.trackio=chats"), 0, console()[0])
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
+
+
+def served(port: int) -> dict[str, float]:
+    """The gauges that Prometheus would read."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in (line.split(" ") for line in lines)}
+
+
+def test_prometheus_reads_the_newest_numbers(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    said, _ = console()
+    port = free_port()
+    recipe = config(f"log.prometheus_port={port}", "log.tensorboard=false")
+    with log_of(open_writers(tmp_path, recipe, 0, said), said) as metrics:
+        metrics.start()
+        assert served(port).keys() == {"sft_step", "sft_last_record_time_seconds"}
+        metrics.train(3, result(), seconds=2.0)
+        metrics.evaluation(3, "eval", totals(), seconds=2.0)
+        gauges = served(port)
+        assert (gauges["sft_step"], gauges["sft_lm_loss"], gauges["sft_lm_loss_validation"]) == (3.0, 1.5, 1.5)
+        assert gauges["sft_loss_by_position_4K_plus_tokens"] == 0.0 and gauges["sft_passes_rank"] == 1.0
+        assert abs(gauges["sft_last_record_time_seconds"] - time.time()) < 60
+        with pytest.raises(ConfigError, match=f"log.prometheus_port = {port} cannot be opened"):
+            Prometheus(port)
+    with pytest.raises(urllib.error.URLError):
+        served(port)
+
+
+def test_names_that_prometheus_cannot_tell_apart(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    port = free_port()
+    writer = Prometheus(port)
+    sources = {"a-b": {"loss": 1.0, "tokens": 2}, "a_b": {"loss": 3.0, "tokens": 4}}
+    writer.write({"kind": "train", "step": 1, "loss by source": sources})
+    gauges = served(port)
+    writer.close()
+    assert gauges["sft_loss_by_source_a_b_loss"] == 1.0 and gauges["sft_loss_by_source_a_b_loss_"] == 3.0

@@ -12,7 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer import event_file_writer
 
 from sft.cli import main
-from sft.metrics.writers import JsonLines, TensorBoard, open_writers, scalars
+from sft.metrics.scalars import scalars
+from sft.metrics.writers import JsonLines, TensorBoard, open_writers
 from tests.unit.fixtures.logs import console, log_of
 from tests.unit.metric_values import RECIPE, START, check, config, evaluation, result, totals, train
 

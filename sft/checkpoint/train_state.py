@@ -23,7 +23,7 @@ _PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
 # Name in the versions of a checkpoint -> name of the distribution.  `sft` on the package index is another project.
 _DISTRIBUTIONS = {"sft": "sft-megatron", **{name: name for name in _PACKAGES}}
 BASE = "base"  # the name of the field `Conditions.base`, in `not_compared`
-_FREEZE = "train.freeze"
+_TRAINED = ("train.freeze", "optim.name")  # keys that decide which states a checkpoint has
 _START_ONLY = ("model.hf", "model.init_from", "model.init_std", "lora.init_from")
 # For keys whose default changes the behaviour of earlier runs: the value with the behaviour before the key existed.
 _BEFORE = {"data.supervise_inserted": False}
@@ -128,9 +128,9 @@ def changes(
         same = f"{old[0]} = {str(_BEFORE[old[0]]).lower()} gives the same tokens and masks"
         refused["data"] += f" (the run began before {old[0]} existed: {same})"
     refused |= model_changes(before, now.recipe)
-    refused |= {_FREEZE: recipe[_FREEZE]} if _FREEZE in recipe else {}
+    refused |= {key: recipe[key] for key in _TRAINED if key in recipe}
     known = {*before["plan"], *now.plan, *filter(_describes_model, [*before["recipe"], *now.recipe])}
-    known |= {_FREEZE} & now.recipe.keys()
+    known |= now.recipe.keys() & _TRAINED
     if unknown := [key for key in allowed if key not in known]:
         raise ConfigError(
             f"checkpoint.allow_changes names {unknown[0]}, which is never refused.  It may name: "

@@ -41,7 +41,7 @@ class Config(Section):
     train: TrainConfig
     """Length of the run, global batch size, recompute and activation offload."""
     optim: OptimConfig
-    """AdamW and its learning-rate schedule."""
+    """AdamW or Muon, and the learning-rate schedule."""
     lora: LoraConfig = LoraConfig()
     """LoRA: trains small factors beside frozen weights, if lora.rank is set."""
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), json_schema_extra=UNREPORTED)

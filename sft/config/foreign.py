@@ -59,6 +59,10 @@ _NAMES = {
     "optim.beta1": "adam_beta1",
     "optim.beta2": "adam_beta2",
     "optim.epsilon": "adam_eps adam_epsilon",
+    "optim.muon.momentum": "muon_momentum",
+    "optim.muon.nesterov": "muon_use_nesterov muon_nesterov",
+    "optim.muon.ns_steps": "muon_num_ns_steps ns_steps",
+    "optim.muon.scale": "muon_scale_mode adjust_lr_fn",
     "optim.clip_grad": "max_grad_norm gradient_clipping gradient_clip_val grad_clip",
     "optim.offload_fraction": "optimizer_cpu_offload optimizer_offload_fraction offload_optimizer",
     "optim.grad_dtype": "accumulate_allreduce_grads_in_fp32 grad_reduce_in_fp32 main_grads_dtype",
@@ -139,7 +143,7 @@ _REASONS = {
     "Evaluation needs files of its own: data.eval=FILE": "val_set_size val_size eval_split test_size",
     "Special tokens come from the folder of the tokenizer": "special_tokens added_tokens tokens pad_token",
     "An export is a folder on disk, which `hf upload` uploads": "push_to_hub hub_model_id hub_strategy hub_token",
-    "The optimizer is AdamW, and its keys are those of optim": "optimizer optim_args optimizer_name"
+    "The optimizer is optim.name, AdamW or Muon, and its keys are those of optim": "optimizer optim_args optimizer_name"
     " optim_target_modules",
     "The code of a model is never downloaded": "trust_remote_code",
     "Training uses supervised tokens only: no rewards and no preferences": "rl dpo grpo reward_model beta_dpo",

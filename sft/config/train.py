@@ -1,4 +1,4 @@
-"""Keys of training: length, batch size, memory savings, the loss head, AdamW and its learning-rate schedule."""
+"""Keys of training: length, batch size, memory savings, the loss head, the optimizer and its learning-rate schedule."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from sft.config.distill import DistillConfig
+from sft.config.muon import MuonConfig
 from sft.config.section import Fraction, NonNegative, Positive, Section
 
 FP32 = 4  # bytes of an element
@@ -150,9 +151,13 @@ class OptimizerStates:
 
 
 ADAM = OptimizerStates(("exp_avg", "exp_avg_sq"))
+MUON = OptimizerStates(("momentum_buffer",))
 
 
 class OptimConfig(Section):
+    name: Literal["adamw", "muon"] = "adamw"
+    """Optimizer.  muon: for the matrices of layers and for factors of LoRA; AdamW updates embedding, output weight,
+    norms, biases, routers and convolutions."""
     lr: Annotated[float, Field(gt=0.0)]
     """Peak learning rate."""
     min_lr: Annotated[float, Field(ge=0.0)] = 0.0
@@ -173,6 +178,8 @@ class OptimConfig(Section):
     """Decay of Adam's second moment."""
     epsilon: Annotated[float, Field(gt=0.0)] = 1e-8
     """Adam's epsilon."""
+    muon: MuonConfig = MuonConfig()
+    """Settings of optim.name = muon."""
     clip_grad: Annotated[float, Field(ge=0.0)] = 1.0
     """Maximum gradient norm; 0: no clipping."""
     offload_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
@@ -188,10 +195,20 @@ class OptimConfig(Section):
 
     @property
     def optimizer(self) -> OptimizerStates:
-        """The states that the optimizer keeps for each parameter."""
+        """The states that AdamW keeps for each parameter that it updates."""
         return ADAM
 
+    @property
+    def has_muon(self) -> bool:
+        return self.name == "muon"
+
     def conflicts(self) -> Iterator[tuple[str, str]]:
+        if not self.has_muon and self.muon.changed:
+            yield "muon", "has no effect with name = adamw; use name = muon, or leave it out"
+        if self.has_muon and self.offload_fraction > 0.0:
+            yield "offload_fraction", (
+                "offloads the states of AdamW only: Muon orthogonalises on the device; use 0, or name = adamw"
+            )
         steps, fraction = self.warmup_steps, self.warmup_fraction
         if steps is not None and fraction is not None:
             yield "warmup_fraction", f"clashes with warmup_steps = {steps}; give one of them"

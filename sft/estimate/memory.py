@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from sft.config import Config
 from sft.console import size
+from sft.estimate import muon
 from sft.estimate.layer_work import cp_sizes
 from sft.estimate.lengths import Lengths
 from sft.estimate.low_bits import LowBitBase
@@ -20,7 +21,7 @@ from sft.estimate.model_bytes import fp32_gradients, state
 from sft.estimate.parameters import stage_parameters
 from sft.estimate.saved_by_layer import rotary_tables
 from sft.estimate.stage import Stage
-from sft.estimate.working_sets import UPDATE, StageWork, WorkingSet
+from sft.estimate.working_sets import MATRICES, UPDATE, StageWork, WorkingSet
 from sft.layers.adapters import Trained
 from sft.parallel.layout import Layout
 
@@ -91,14 +92,14 @@ def stage_memory(stage: Stage, pack: int) -> Memory:
     # Virtual stages keep a sent hidden state until its gradient arrives.  The last chunk of the last stage sends none.
     sent = work.hidden * (waiting - stage.is_last) if virtual > 1 else 0.0
     saved = layers + block + sent
-    copied = fp32_gradients(stage, own)
-    update = [WorkingSet({UPDATE: copied}, freed=saved)] if copied else []
+    in_update = {UPDATE: fp32_gradients(stage, own), MATRICES: muon.buffers(stage, own)}
+    update = [WorkingSet({name: held for name, held in in_update.items() if held}, freed=saved)]
     return Memory(
         stage=stage.number,
         **state(stage, own, work.in_use.units if work.in_use else None),
         layers=saved,
         ends=rotary_tables(work.kinds, pack) * waiting,
-        sets=(*work.all(), *update),
+        sets=(*work.all(), *(moment for moment in update if moment.by_name)),
         host_layers=host_layers,
     )
 

@@ -3,6 +3,7 @@
 import math
 
 from sft.config import LossConfig, ModelConfig
+from sft.config.train import MUON
 from sft.estimate.low_bits import LowBitBase
 from sft.estimate.parameters import StageParameters
 from sft.estimate.stage import Stage
@@ -68,13 +69,14 @@ def state(stage: Stage, own: StageParameters, units: StageUnits | None) -> dict[
     A bf16 parameter takes 18 bytes.  With the distributed optimizer it takes 6 + 12 / (dp x cp), with sharded gradients
     2 + 16 / (dp x cp), and with sharded weights 18 / (dp x cp).  For a parameter of an expert, the number of copies of
     the expert replaces dp x cp.  parallel.shard_size may reduce both numbers.  optim.grad_dtype = bf16 takes 2 bytes
-    less for each gradient.
+    less for each gradient.  Muon keeps 4 bytes instead of Adam's 8.
 
     own: the parameters on one rank
     units: the units of the stage, with sharded gradients or weights; None: a rank has whole gradients and weights
     """
     config, width, layout = stage.config, stage.rank.width, stage.layout
     optimizer, fraction = config.optim.optimizer, config.optim.offload_fraction
+    saved = (optimizer.moment_bytes - MUON.moment_bytes) * own.muon.updated(config, layout)
     trained = own.trained if units is None else units.trained
     owned = trained.updated(config, layout)
     weights, gradients = own.all.total, trained.total
@@ -86,7 +88,7 @@ def state(stage: Stage, own: StageParameters, units: StageUnits | None) -> dict[
     return {
         "weights": width * weights if base is None else width * (weights - base.numbers) + base.num_bytes,
         "gradients": config.optim.gradient_bytes * gradients,
-        "optimizer": (1 - fraction) * (optimizer.moment_bytes + main_weight) * owned,
+        "optimizer": (1 - fraction) * ((optimizer.moment_bytes + main_weight) * owned - saved),
         "host_optimizer": fraction * optimizer.host_bytes * owned,
         "host_copy": _copied(stage, own),
     }
@@ -130,5 +132,7 @@ def _copied(stage: Stage, own: StageParameters) -> float:
         return 0.0
     has_own_weights = config.parallel.distributed_optimizer or width == 2
     weights = own.trained if config.lora.is_used else own.all
-    of_optimizer = config.optim.optimizer.moment_bytes + FP32 * has_own_weights
-    return width * weights.owned(stage.layout) + of_optimizer * own.trained.owned(stage.layout)
+    optimizer = config.optim.optimizer
+    of_optimizer = optimizer.moment_bytes + FP32 * has_own_weights
+    saved = (optimizer.moment_bytes - MUON.moment_bytes) * own.muon.owned(stage.layout)
+    return width * weights.owned(stage.layout) + of_optimizer * own.trained.owned(stage.layout) - saved

@@ -32,27 +32,49 @@ class Numbers:
         return Numbers(dense=self.dense + other.dense, experts=self.experts + other.experts)
 
 
+_NONE = Numbers(dense=0.0, experts=0.0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StageParameters:
     """The parameters on one rank of a stage.
 
     all      parameters of the model and of adapters
     trained  the parameters among them that the optimizer updates
+    muon     the parameters among these that Muon updates (optim.name = muon)
     """
 
     all: Numbers
     trained: Numbers
+    muon: Numbers
 
 
 def stage_parameters(stage: Stage) -> StageParameters:
     """The parameters of one rank of the stage."""
-    weights, whole = _weights(stage), stage.trained.whole
+    weights, whole, has_muon = _weights(stage), stage.trained.whole, stage.config.optim.has_muon
     if whole is None:
-        return StageParameters(all=weights, trained=weights)
-    factors = _factors_on(stage)
+        return StageParameters(all=weights, trained=weights, muon=_matrices(stage) if has_muon else _NONE)
+    factors, whole = _factors_on(stage), [weight for weight in whole if _is_on(weight, stage)]
     return StageParameters(
-        all=weights + factors, trained=whole_of([weight for weight in whole if _is_on(weight, stage)], stage) + factors
+        all=weights + factors,
+        trained=whole_of(whole, stage) + factors,
+        muon=whole_of([w for w in whole if w.is_muon], stage) + factors if has_muon else _NONE,
     )
+
+
+def _matrices(stage: Stage) -> Numbers:
+    """The parameters of all weights on one rank that Muon updates."""
+    layout, dense, experts = stage.layout, 0.0, 0.0
+    blocks = [] if stage.block is None else [(stage.block, 1)]
+    for group, count in [*((group, stage.num_on(group.numbers)) for group in stage.groups), *blocks]:
+        for weight, size in zip(group.weights, group.num_elements):
+            if not weight.is_muon or weight in group.around:
+                continue
+            if weight.is_of_expert:
+                experts += count * group.mlp.num_experts * size / (layout.ep * layout.etp)
+            else:
+                dense += count * size / (layout.tp if weight.split else 1)
+    return Numbers(dense=dense, experts=experts)
 
 
 def _weights(stage: Stage) -> Numbers:

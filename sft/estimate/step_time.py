@@ -11,6 +11,8 @@ for the slowest one (`uneven.py`).  The prediction leaves out saves, evaluation 
 from dataclasses import dataclass
 
 from sft.config import Config
+from sft.config.train import MUON
+from sft.estimate import muon
 from sft.estimate.attention_kernels import Kernels
 from sft.estimate.constants import Constants
 from sft.estimate.layer_work import LayerWork
@@ -119,7 +121,8 @@ def step_time(
     parts["bubble"] = (layout.pp - 1) / layout.virtual_stages * stage_s
     parts["dp"] = _data_parallel(stage, own, messages, forward.total, backward.total + repeated.total)
     optimizer, transferred = _update(config, layout, own, constants)
-    parts["optimizer"], parts["offload"] = optimizer, parts["offload"] + transferred
+    parts["optimizer"] = optimizer + _muon(stage, own, messages)
+    parts["offload"] += transferred
     flops, lengths_of, counts = TrainFlops.of(config.model, vocab_size, trained, rank), *lengths.of_pack(pack)
     pack_flops = pack * (flops.per_token + flops.per_label)
     pack_flops += (flops.per_token + flops.saved) * float(counts @ flops.cost(lengths_of))
@@ -152,13 +155,24 @@ def _data_parallel(
     return stage.layout.num_microbatches * shards.of_microbatch(forward_s, backward_s) + shards.of_step()
 
 
+def _muon(stage: Stage, own: StageParameters, messages: Messages) -> float:
+    """Seconds of Muon's iterations and exchange.  Products of square matrices have the rate of hidden_size."""
+    if not stage.config.optim.has_muon:
+        return 0.0
+    share = muon.FP32_RATE if stage.config.optim.muon.ns_dtype == "fp32" else 1.0
+    rate = share * messages.constants.gemm_tflops.at(stage.config.model.hidden_size) * 1e12
+    gb_s = messages.wide_link(muon.stage_ranks(stage), 1)
+    return muon.flops(stage) / rate + messages.seconds(muon.exchanged(stage, own), gb_s, 2)
+
+
 def _update(config: Config, layout: Layout, own: StageParameters, constants: Constants) -> tuple[float, float]:
     """Seconds of the optimizer's update on the device, and on the host with the transfers."""
     trained = own.trained
     owned = trained.updated(config, layout)
     fraction, moved = config.optim.offload_fraction, config.optim.optimizer.moved_bytes
+    saved = (moved - MUON.moved_bytes) * own.muon.updated(config, layout)
     summed = owned if config.parallel.shards_gradients else trained.total
-    on_device = (1 - fraction) * owned * moved + summed * GRADIENT_ACCESSES * config.optim.gradient_bytes
+    on_device = (1 - fraction) * owned * moved - saved + summed * GRADIENT_ACCESSES * config.optim.gradient_bytes
     on_host = fraction * owned * moved / constants.host_optimizer_gb_s.value
     transferred = fraction * owned * TRANSFER_BYTES / constants.pcie_gb_s.value
     return on_device / constants.optimizer_gb_s.value / 1e9, (on_host + transferred) / 1e9

@@ -24,6 +24,7 @@ MLP, ATTENTION, HEAD = "MLP in backward", "attention in backward", "loss head"
 EMBEDDING_BACKWARD = "embedding in backward"
 DEQUANTISED = "dequantised weights"
 GATHERED, UPDATE = "gathered keys and values", "fp32 gradients in the update"
+MATRICES = "matrices in the update"
 
 
 @dataclass(frozen=True)

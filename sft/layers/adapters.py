@@ -4,8 +4,8 @@ A run trains all weights, or some of them (train.freeze), or LoRA adapters.  Wit
 and the output weight.  Weights that are not trained are frozen.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
@@ -15,6 +15,7 @@ _ANY = ".*"  # in a name, stands for the number of an expert
 _LAYERS = "decoder.layers."  # the beginning of the keys of layers
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"
+Rows = tuple[tuple[int, int], ...]  # (first row, row after the last) of each run of rows that belongs to a projection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +133,11 @@ class Weight:
         return is_of_layer(self.key) and weight_of(self.key).is_of_expert
 
     @property
+    def is_muon(self) -> bool:
+        """Whether Muon updates the weight, if optim.name = muon."""
+        return is_of_layer(self.key) and weight_of(self.key).is_muon
+
+    @property
     def is_split(self) -> bool:
         """Whether each tensor-parallel rank holds a part of the weight."""
         return self.key in (EMBEDDING, HEAD) or (is_of_layer(self.key) and weight_of(self.key).split != "")
@@ -143,10 +149,13 @@ class Trained:
 
     adapted  the weights with adapters
     whole    the model's own weights that the optimizer updates; None: all weights of the model
+    muon     the weights that Muon updates (optim.name = muon), by their keys in checkpoints, each with the rows of the
+             projections that it consists of.  Muon also updates all factors of adapters
     """
 
     adapted: Sequence[AdaptedWeight] = ()
     whole: Sequence[Weight] | None = None
+    muon: Mapping[str, tuple[Rows, ...]] = field(default_factory=dict)
 
     @cached_property
     def _whole(self) -> frozenset[tuple[str, tuple[int, ...]]]:

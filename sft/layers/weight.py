@@ -56,6 +56,11 @@ class LayerWeight(NamedTuple):
         return self.role == "matrix" and self.part != "router"
 
     @property
+    def is_muon(self) -> bool:
+        """Whether Muon updates it, if optim.name = muon.  The gate of a shared expert has one row."""
+        return self.is_linear and self.part != "shared gate"
+
+    @property
     def writes_residual(self) -> bool:
         """Whether the output of its product is added to the residual stream."""
         return self.role == "matrix" and self.split == "columns"

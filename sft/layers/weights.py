@@ -52,9 +52,14 @@ def weight_of(key: str) -> LayerWeight:
     return weight
 
 
+def name_in_layer(key: str) -> str:
+    """A checkpoint's key without its layer: decoder.layers.3.mlp.linear_fc1.weight -> mlp.linear_fc1.weight"""
+    return _IN_LAYER.sub("", key)
+
+
 @lru_cache(maxsize=100_000)
 def _find(key: str) -> LayerWeight | None:
-    key = _IN_LAYER.sub("", key)
+    key = name_in_layer(key)
     return _BY_KEY.get(key) or _BY_KEY.get(key.rpartition(".")[0])
 
 

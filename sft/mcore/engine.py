@@ -77,7 +77,7 @@ class Engine:
         self._save_policy = self._make_save_policy()
         self.optimizer: Any = None
         if trains:
-            self.optimizer = build.build_optimizer(config, self.chunks)
+            self.optimizer = build.build_optimizer(config, self.chunks, trained, groups)
             if config.optim.offload_fraction:
                 host_threads.use(self.optimizer, groups.control)
             self.scheduler = build.build_scheduler(config.optim, self.optimizer, num_steps)

@@ -1,5 +1,7 @@
 """Selects what a run trains: all weights, the weights that train.freeze does not name, or LoRA adapters.
 
+Also finds the weights that Muon updates (optim.name = muon).
+
 With LoRA, embedding and output weight can be trained whole beside the adapters.  train.freeze names Hugging Face
 tensors as lora.targets names Linears: by name, end of a name, or pattern.  The name of a module, such as `embed_tokens`
 or `q_proj`, selects its weight and its bias.
@@ -12,7 +14,8 @@ from sft.errors import ConfigError
 from sft.hf.families import FAMILIES
 from sft.hf.family import Family, TensorMapping
 from sft.hf.model_family import model_family
-from sft.layers.adapters import EMBEDDING, HEAD, Trained, Weight
+from sft.layers.adapters import EMBEDDING, HEAD, Rows, Trained, Weight
+from sft.layers.weights import is_of_layer, weight_of
 from sft.weights.lora.targets import adapted_weights, is_match, nearest
 
 
@@ -25,18 +28,44 @@ def trained_weights(config: Config, vocab_size: int) -> Trained:
     lora, model = config.lora, config.model
     if model.has_mtp:
         _check_mtp(config)
-    if not lora.is_used and not config.train.freeze:
+    has_muon = config.optim.has_muon
+    if not lora.is_used and not config.train.freeze and not has_muon:
         return Trained()
     family = model_family(model)
     if family is None:
         names = "lora.targets names Linears" if lora.is_used else "train.freeze names tensors"
+        names = "optim.name = muon updates projections" if has_muon else names
         raise ConfigError(f"{names} of a Hugging Face model, but no table has the tensors of `model`.")
     mappings = list(family.mappings(model, vocab_size))
+    muon = projections(mappings) if has_muon else {}
     if not lora.is_used:
-        return Trained(whole=unfrozen(config.train.freeze, family, model, mappings))
+        whole = unfrozen(config.train.freeze, family, model, mappings) if config.train.freeze else None
+        return Trained(whole=whole, muon=muon)
     keys = {EMBEDDING: lora.train_embeddings, HEAD: lora.train_head}
     whole = [_weight(mapping) for mapping in mappings if keys.get(mapping.key)]
-    return Trained(adapted=adapted_weights(config, mappings), whole=whole)
+    return Trained(adapted=adapted_weights(config, mappings), whole=whole, muon=muon)
+
+
+def projections(mappings: Iterable[TensorMapping]) -> dict[str, tuple[Rows, ...]]:
+    """The weights that Muon updates: for the key of each, the rows of each of its projections.
+
+    These are the matrices of layers that multiply tokens, without routers.  A projection is what a family calls q_proj
+    or gate_proj, also if files store several as one tensor.  All layers and experts of a key have the same rows.
+
+    linear_qkv with 4 query heads and 2 key heads of width 1: q ((0, 2), (4, 6)), k ((2, 3), (6, 7)), v ((3, 4), (7, 8))
+    """
+    rows_of: dict[str, tuple[Rows, ...]] = {}
+    for mapping in mappings:
+        if mapping.key not in rows_of and is_of_layer(mapping.parameter) and weight_of(mapping.parameter).is_muon:
+            rows: list[list[tuple[int, int]]] = [[] for _ in mapping.sources]
+            for span in mapping.spans():
+                of_source, end = rows[span.source or 0], span.target + span.num_rows
+                if of_source and of_source[-1][1] == span.target:
+                    of_source[-1] = (of_source[-1][0], end)
+                else:
+                    of_source.append((span.target, end))
+            rows_of[mapping.key] = tuple(map(tuple, rows))
+    return rows_of
 
 
 def trained_names(config: Config, vocab_size: int) -> set[str]:

@@ -304,7 +304,7 @@ def train(
 
 
 def adam_steps(engine: Engine) -> set[float]:
-    states = [s for o in chained_optimizers(engine.optimizer) for s in o.optimizer.state.values()]
+    states = [s for o in chained_optimizers(engine.optimizer) for s in o.optimizer.state.values() if "step" in s]
     assert len({s["step"].data_ptr() for s in states}) == len(states), "shared, it would advance once per parameter"
     return {float(s["step"]) for s in states}
 

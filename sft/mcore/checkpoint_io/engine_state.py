@@ -241,8 +241,9 @@ def _check_shapes(wanted: list[Any], stored: dict[str, Any], folder: Path) -> No
         first = min(problems)
         raise CheckpointError(
             f"{folder} holds no optimizer state of weights that this run trains ({first}: {problems[first]}), because "
-            "the run that wrote it had frozen them, or trained another model.  Give train.freeze the value of that "
-            f"run; or start a new run from its weights: model.init_from={folder} with another run.dir."
+            "the run that wrote it had frozen them, or updated them with another optimizer, or trained another model.  "
+            "Give train.freeze and optim.name the values of that run; or start a new run from its weights: "
+            f"model.init_from={folder} with another run.dir."
         )
     if problems:
         shown = [f"{key}: {problem}" for key, problem in sorted(problems.items())[:5]]

@@ -20,24 +20,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
-from torch.optim import Optimizer
 
-from sft.mcore.modules.stored import sharded_tensors
 from sft.mcore.optimizer.inner import (
+    HeldPart,
     chained_optimizers,
     counts_by_parameter,
     group_values,
+    held_parts,
     inner_optimizers,
     moments_of,
-    updater_lookup,
 )
-from sft.mcore.sharding.core_buffers import ShardParameter
-from sft.mcore.sharding.parts import pieces, with_all_axes
+from sft.mcore.sharding.parts import pieces, shards_by_param, with_all_axes
 
 MAIN = "param"  # the fp32 weights that the optimizer updates
 PREFIX = "optimizer.state."
@@ -64,7 +61,7 @@ class OptimizerSlice:
 def optimizer_slices(optimizer: MegatronOptimizer) -> Iterator[OptimizerSlice]:
     """All slices of this rank's optimizer.  Allocates the states if no step has allocated them yet."""
     for core in chained_optimizers(optimizer):
-        yield from _distributed_slices(core) if isinstance(core, DistributedOptimizer) else _whole_slices(core)
+        yield from map(_slice, held_parts(core))
 
 
 def sharded_slices(slices: Sequence[OptimizerSlice], model: Any, *, main: str) -> list[ShardedTensor]:
@@ -73,9 +70,9 @@ def sharded_slices(slices: Sequence[OptimizerSlice], model: Any, *, main: str) -
     model: sharded state dict of the model
     main: the prefix of the keys of fp32 weights (tensors named MAIN); "": these have the keys of the model's weights
     """
-    param_shards = _param_shards(model)
+    param_shards = shards_by_param(model)
     return [
-        replace(with_all_axes(piece), key=(main if name == MAIN else f"{PREFIX}{name}.") + piece.key)
+        replace(with_all_axes(piece), key=f"{main if name == MAIN else f'{PREFIX}{name}.'}{piece.key}")
         for part in slices
         for name, flat in part.tensors.items()
         for first, shard in param_shards[id(part.param)]
@@ -84,7 +81,7 @@ def sharded_slices(slices: Sequence[OptimizerSlice], model: Any, *, main: str) -
 
 
 def step_of(optimizer: MegatronOptimizer) -> int:
-    """The number of updates that the optimizer has made.  It is equal for all parameters, and 0 if this rank trains nothing."""
+    """The number of updates that the optimizer has made, equal for all parameters; 0 if this rank trains nothing."""
     for updater in inner_optimizers(optimizer):
         for values in (*updater.state.values(), *updater.param_groups):
             if "step" in values:
@@ -141,51 +138,9 @@ def _plain_form(core: MegatronOptimizer, step: int) -> dict[str, Any]:
     return {"optimizer": inner} if hasattr(core, "fp32_from_float16_groups") else inner
 
 
-def _distributed_slices(core: Any) -> Iterator[OptimizerSlice]:
-    find = updater_lookup(core)
-    for param, (group, order) in core.model_param_group_index_map.items():
-        elements = core._get_model_param_range_map(param)["param"]
-        updater, main = find(core.optimizer.param_groups[group]["params"][order])
-        tensors = {MAIN: main.detach(), **_moments(updater, main)}
-        gradient = param.main_grad.view(-1)[elements.start : elements.end]
-        if isinstance(param, ShardParameter):
-            yield OptimizerSlice(
-                param=param.whole, start=param.start, tensors=tensors, gradient=gradient, replica=param.replica
-            )
-        else:
-            yield OptimizerSlice(param=param, start=elements.start, tensors=tensors, gradient=gradient, replica=0)
-
-
-def _whole_slices(core: Any) -> Iterator[OptimizerSlice]:
-    find = updater_lookup(core)
-    if hasattr(core, "fp32_from_float16_groups"):
-        for params, mains in zip(core.float16_groups, core.fp32_from_float16_groups):
-            for param, main in zip(params, mains):
-                tensors = {MAIN: main.detach().flatten(), **_moments(*find(main))}
-                yield OptimizerSlice(param=param, start=0, tensors=tensors, gradient=param.main_grad.view(-1))
-        params = [param for group in core.fp32_from_fp32_groups for param in group]
-    else:
-        params = [param for group in core.optimizer.param_groups for param in group["params"]]
-    for param in params:
-        tensors = _moments(*find(param))
-        yield OptimizerSlice(param=param, start=0, tensors=tensors, gradient=param.main_grad.view(-1))
-
-
-def _moments(updater: Optimizer, main: Tensor) -> dict[str, Tensor]:
-    return {name: moment.view(-1) for name, moment in moments_of(updater, main).items()}
-
-
-def _param_shards(model: Any) -> dict[int, list[tuple[int, ShardedTensor]]]:
-    """For the id of each parameter, its shards with the index of their first element in the flattened parameter.
-
-    A factory makes several shards of one parameter, for example the gate and the up projection.
-    """
-    by_param: dict[int, list[tuple[int, ShardedTensor]]] = {}
-    for leaf in nested_values(model):
-        if not isinstance(leaf, ShardedTensor | ShardedTensorFactory) or leaf.data is None:
-            continue
-        for shard in sharded_tensors([leaf]):
-            assert shard.data.is_contiguous(), shard.key
-            start = shard.data.storage_offset() - leaf.data.storage_offset()
-            by_param.setdefault(id(leaf.data), []).append((start, shard))
-    return by_param
+def _slice(part: HeldPart) -> OptimizerSlice:
+    main = {MAIN: part.main.detach().view(-1)} if part.is_copy else {}
+    moments = {name: moment.view(-1) for name, moment in moments_of(part.updater, part.main).items()}
+    return OptimizerSlice(
+        param=part.param, start=part.start, tensors=main | moments, gradient=part.gradient, replica=part.replica
+    )

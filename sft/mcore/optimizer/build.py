@@ -1,11 +1,11 @@
-"""Builds megatron-core's AdamW and learning-rate schedule, and makes updates, with a gradient norm in float64.
+"""Builds the optimizer and its learning-rate schedule, and makes updates, with a gradient norm in float64.
 
 Step numbers count from 1.  The learning rate of the first update is above 0; the last update uses min_lr.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,9 +20,11 @@ from torch import Tensor
 
 from sft.config import Config, OptimConfig
 from sft.config.schedule import Schedule
+from sft.layers.adapters import Trained
 from sft.mcore import device as devices
 from sft.mcore.lora import adapted
-from sft.mcore.optimizer import inner, offload
+from sft.mcore.optimizer import inner, muon, offload
+from sft.mcore.process_groups import ProcessGroups
 from sft.mcore.sharding.core_buffers import ShardParameter
 from sft.mcore.sharding.model import publish_weights
 
@@ -33,8 +35,13 @@ from sft.mcore.sharding.model import publish_weights
 _PIECE = {"cpu": 1 << 16, "cuda": 1 << 24}
 
 
-def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
-    """AdamW for the model chunks of this rank.  Biases and norms have no weight decay."""
+def build_optimizer(
+    config: Config, chunks: list[DistributedDataParallel], trained: Trained, groups: ProcessGroups
+) -> MegatronOptimizer:
+    """The optimizer for the model chunks of this rank: core's AdamW, or Muon beside it.  Collective.
+
+    Biases and norms have no weight decay.
+    """
     optim = config.optim
     bf16 = config.run.precision == "bf16"
     core = OptimizerConfig(
@@ -52,12 +59,14 @@ def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> Me
     )
     if optim.offload_fraction:
         offload.enable_offload(core, optim.offload_fraction)
-    overrides = {**_without_decay(), **_rates_of_lora_b(config, chunks)}
+    overrides = {**_without_decay(), **_rates(config, chunks, trained)}
     # Core would page-lock a bf16 copy of each offloaded parameter, and drop it for an fp32 copy.
     with devices.WithoutPinning() if optim.offload_fraction else nullcontext():
         optimizer = get_megatron_optimizer(core, chunks, config_overrides=overrides, use_gloo_process_groups=False)
     if optim.offload_fraction:
         offload.check_and_free(optimizer)
+    if optim.has_muon:
+        muon.install(optimizer, optim.muon, chunks, trained, groups)
     inner.use_fused_kernel(optimizer)
     return optimizer
 
@@ -73,19 +82,35 @@ def _without_decay() -> dict[ParamKey, ParamGroupOverride]:
     return {ParamKey(name="*.bias", predicate=is_vector): {"wd_mult": 0.0}}
 
 
-def _rates_of_lora_b(config: Config, chunks: list[DistributedDataParallel]) -> dict[ParamKey, ParamGroupOverride]:
-    """Overrides for the learning rates of the factor B of every adapter; {} if lora.lr_ratio is 1.
+def _rates(
+    config: Config, chunks: list[DistributedDataParallel], trained: Trained
+) -> dict[ParamKey, ParamGroupOverride]:
+    """Overrides for parameters whose learning rate is not optim.lr, or that Muon updates; {} if there are none.
 
-    B then has lr_ratio times the learning rate of A (LoRA+, arXiv:2402.12354).  The schedule stays the same.
+    Muon has optim.muon.lr_ratio times the rate of AdamW.  The factor B of every adapter has lora.lr_ratio times the
+    rate of A (LoRA+, arXiv:2402.12354).  The schedule stays the same.
 
     lr 1e-4, min_lr 1e-5, lr_ratio 16 -> max_lr 1.6e-3, min_lr 1.6e-4
     """
-    ratio = config.lora.lr_ratio
-    if ratio == 1.0:
-        return {}
-    b_ids = {id(b) for factors in adapted.factors_of(chunks) for b in factors.b}
-    key = ParamKey(predicate=ParamPredicate(name="lora_B", fn=lambda param: id(_whole(param)) in b_ids))
-    return {key: {"max_lr": config.optim.lr * ratio, "min_lr": config.optim.min_lr * ratio}}
+    optim, lora_ratio = config.optim, config.lora.lr_ratio
+    of_muon = muon.muon_params(chunks, trained) if optim.has_muon else set()
+    of_b = {id(b) for factors in adapted.factors_of(chunks) for b in factors.b} if lora_ratio != 1.0 else set()
+    members: dict[tuple[bool, float], set[int]] = defaultdict(set)
+    for param in of_muon | of_b:
+        ratio = (optim.muon.lr_ratio if param in of_muon else 1.0) * (lora_ratio if param in of_b else 1.0)
+        members[param in of_muon, ratio].add(param)
+    return {
+        _key(f"{'muon' if is_muon else 'adam'} x {ratio}", ids): {
+            **({} if ratio == 1.0 else {"max_lr": optim.lr * ratio, "min_lr": optim.min_lr * ratio}),
+            **({muon.UPDATER: "muon"} if is_muon else {}),
+        }
+        for (is_muon, ratio), ids in members.items()
+    }
+
+
+def _key(name: str, ids: Collection[int]) -> ParamKey:
+    """The key of an override for the parameters with these ids."""
+    return ParamKey(predicate=ParamPredicate(name=name, fn=lambda param: id(_whole(param)) in ids))
 
 
 def update(optimizer: MegatronOptimizer, chunks: Iterable[torch.nn.Module], device: torch.device) -> float:

@@ -5,16 +5,19 @@ several lists them in `sub_optimizers`, and each updates some of the parameters:
 has an Adam for the device and others for the host.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from sft.config.train import ADAM
+from sft.mcore.sharding.core_buffers import ShardParameter
 
 # Keys that only core's hybrid optimizer has in its groups.
 _HYBRID_KEYS = (
@@ -59,9 +62,68 @@ def updater_lookup(core: MegatronOptimizer) -> Callable[[Tensor], tuple[Optimize
     The tensor is the parameter itself, or the hybrid optimizer's copy of it.
     """
     inner = core.optimizer
-    owners = {tensor: one for one in inner_optimizers(core) for group in one.param_groups for tensor in group["params"]}
+    owners = {
+        tensor: updater
+        for updater in inner_optimizers(core)
+        for group in updater.param_groups
+        for tensor in group["params"]
+    }
     copies = inner.param_to_inner_param if isinstance(inner, HybridDeviceOptimizer) else {}
     return lambda param: (owners[copies.get(param, param)], copies.get(param, param))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldPart:
+    """Elements `start` to `start + n - 1` of the flattened weight `param`, which this rank's optimizer updates.
+
+    updater: the torch optimizer that updates them; main: the tensor that it has, of n elements
+    is_copy: whether `main` has fp32 weights of its own; False: it is `param`
+    gradient: the summed gradient of these elements, [n]
+    replica: the number of this copy of the elements among the copies on data-parallel ranks; None: every data-parallel
+        rank has a copy, with the number that the model's sharded state dict gives the weight
+    """
+
+    param: Tensor
+    start: int
+    updater: Optimizer
+    main: Tensor
+    is_copy: bool
+    gradient: Tensor
+    replica: int | None = None
+
+
+def held_parts(core: MegatronOptimizer) -> Iterator[HeldPart]:
+    """All parts of weights that `core` updates on this rank."""
+    yield from _distributed_parts(core) if isinstance(core, DistributedOptimizer) else _whole_parts(core)
+
+
+def _distributed_parts(core: Any) -> Iterator[HeldPart]:
+    find = updater_lookup(core)
+    for param, (group, order) in core.model_param_group_index_map.items():
+        elements = core._get_model_param_range_map(param)["param"]
+        updater, main = find(core.optimizer.param_groups[group]["params"][order])
+        whole, start, replica = param, elements.start, 0
+        if isinstance(param, ShardParameter):
+            whole, start, replica = param.whole, param.start, param.replica
+        gradient = param.main_grad.view(-1)[elements.start : elements.end]
+        yield HeldPart(
+            param=whole, start=start, updater=updater, main=main, is_copy=True, gradient=gradient, replica=replica
+        )
+
+
+def _whole_parts(core: Any) -> Iterator[HeldPart]:
+    find = updater_lookup(core)
+    pairs: list[tuple[Any, Tensor]] = []
+    if hasattr(core, "fp32_from_float16_groups"):
+        for params, mains in zip(core.float16_groups, core.fp32_from_float16_groups):
+            pairs += zip(params, mains)
+        pairs += [(param, param) for group in core.fp32_from_fp32_groups for param in group]
+    else:
+        pairs = [(param, param) for group in core.optimizer.param_groups for param in group["params"]]
+    for param, main in pairs:
+        updater, main = find(main)
+        gradient = param.main_grad.view(-1)
+        yield HeldPart(param=param, start=0, updater=updater, main=main, is_copy=main is not param, gradient=gradient)
 
 
 def moments_of(optimizer: Optimizer, tensor: Tensor) -> dict[str, Tensor]:

@@ -64,6 +64,23 @@ def pieces(
         )
 
 
+def shards_by_param(state: Any) -> dict[int, list[tuple[int, ShardedTensor]]]:
+    """For the id of each parameter, its shards with the index of their first element in the flattened parameter.
+
+    A factory makes several shards of one parameter, for example the gate and the up projection.
+    state: a sharded state dict or a list
+    """
+    by_param: dict[int, list[tuple[int, ShardedTensor]]] = {}
+    for leaf in nested_values(state):
+        if not isinstance(leaf, ShardedTensor | ShardedTensorFactory) or leaf.data is None:
+            continue
+        for shard in sharded_tensors([leaf]):
+            assert shard.data.is_contiguous(), shard.key
+            start = shard.data.storage_offset() - leaf.data.storage_offset()
+            by_param.setdefault(id(leaf.data), []).append((start, shard))
+    return by_param
+
+
 def with_all_axes(shard: ShardedTensor) -> ShardedTensor:
     """A copy of `shard` whose data has as many axes as the whole tensor, and without core's grid of equal shards."""
     axes, data = shard.prepend_axis_num, shard.data.detach()

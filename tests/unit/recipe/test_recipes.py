@@ -76,6 +76,7 @@ def test_no_recipe_repeats_what_comes_with_the_model(name: str) -> None:
         ("llama31_8b_128k.yaml", 16, 1, 16384),
         ("glm45_air_64k.yaml", 64, 1, 8192),
         ("moonlight_16b_a3b_128k.yaml", 16, 2, 16384),
+        ("moonlight_16b_a3b_128k_muon.yaml", 16, 2, 16384),
         ("llama31_8b_128k.yaml", 32, 2, 16384),
         ("llama31_8b_128k_dynamic_cp.yaml", 16, 1, 16384),
     ],
@@ -102,6 +103,7 @@ def test_what_a_rank_holds(name: str, world_size: int, dp: int, tokens_per_rank:
         ("qwen36_35b_a3b_128k.yaml", 34_660_610_688, (1e7, "none", 1.0, None)),
         ("glm45_air_64k.yaml", 106_852_245_504, (1e6, "none", 1.0, None)),
         ("moonlight_16b_a3b_128k.yaml", 15_960_108_544, (5e4, "yarn", 16.0, 8192)),
+        ("moonlight_16b_a3b_128k_muon.yaml", 15_960_108_544, (5e4, "yarn", 16.0, 8192)),
         ("llama31_8b_128k.yaml", 8_030_261_248, (5e5, "llama3", 8.0, 8192)),
     ],
 )

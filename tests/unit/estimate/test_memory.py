@@ -12,7 +12,7 @@ from sft.estimate.gpus import GIB
 from sft.estimate.memory import Memory, estimate, longest_context, stage_memory
 from sft.estimate.parameters import Numbers
 from sft.estimate.saved_by_layer import LayerBytes
-from sft.estimate.working_sets import ATTENTION, GATHERED, HEAD, MLP, UPDATE
+from sft.estimate.working_sets import ATTENTION, GATHERED, HEAD, MATRICES, MLP, UPDATE
 from sft.layers.adapters import Trained
 from sft.layers.mixers.delta import DeltaBytes, HeadSizes
 from sft.layers.mixers.mamba import MambaBytes, MambaSizes
@@ -822,3 +822,12 @@ def test_trees_need_copies_of_keys() -> None:
     most_trees = RankShare(trees=replace(trees, documents=(TreeDocuments(100, 80, 90),)))
     more = PortableBytes(model=full, rank=most_trees).local(8192) - with_parents
     assert more == 8000 * (2 * 4 + 2) * 4096 + 380 * ((4 + 3) * 2048 + 2 * 2 * 4096) - 8192 * 4 * 4096
+
+
+def test_muon_keeps_one_moment() -> None:
+    """Attention has 4 x 16 matrix elements here, and the MLP 3 x 4 x 8; the embedding and the norms stay with AdamW."""
+    config, layout = of()
+    muon = config.model_copy(update={"optim": config.optim.model_copy(update={"name": "muon"})})
+    adamw, found = (estimate(one, layout, 10, 1024) for one in (config, muon))
+    assert adamw.optimizer - found.optimizer == 4 * (4 * 16 + 3 * 4 * 8)
+    assert most(found, MATRICES) == 0.0  # without the rows of projections

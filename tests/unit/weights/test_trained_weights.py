@@ -11,7 +11,7 @@ from sft.errors import ConfigError
 from sft.hf.architecture import architecture, read
 from sft.layers.adapters import Weight
 from sft.recipe.load import parse_recipe
-from sft.weights.trained import trained_weights, unfrozen
+from sft.weights.trained import projections, trained_weights, unfrozen
 from tests.unit.fixtures import hf
 
 RECIPE = """
@@ -103,3 +103,28 @@ def test_a_resume_with_other_frozen_weights_is_refused(tmp_path: Path) -> None:
     )
     assert changes(vars(before), now, []).refused == {"train.freeze": "was [], is ['embed_tokens']"}
     assert not changes(vars(before), before, []).refused
+
+
+def test_a_resume_with_another_optimizer_is_refused(tmp_path: Path) -> None:
+    folder = hf.save(tmp_path / "model", "llama")
+    recipes = [parse_recipe(RECIPE.format(folder=folder), "test", given) for given in ([], ["optim.name=muon"])]
+    before, now = (Conditions(plan={}, recipe=values(recipe.config), layout={}, versions={}) for recipe in recipes)
+    assert changes(vars(before), now, []).refused == {"optim.name": "was adamw, is muon"}
+
+
+def test_projections_that_muon_updates(tmp_path: Path) -> None:
+    """Rows of q, k and v alternate by group of query heads; gate comes before up.  Routers are not projections."""
+    found = architecture(read(hf.save(tmp_path / "model", "qwen3_moe")), "model")
+    rows = projections(found.family.mappings(found.model, found.vocab_size))
+    groups, width = hf.GROUPS, hf.HEAD_DIM
+    group = hf.HEADS // groups * width + 2 * width
+    starts = [group * number for number in range(groups)]
+    query = group - 2 * width
+    assert rows["decoder.layers.self_attention.linear_qkv.weight"] == (
+        tuple((start, start + query) for start in starts),
+        tuple((start + query, start + query + width) for start in starts),
+        tuple((start + query + width, start + group) for start in starts),
+    )
+    first = rows["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
+    assert [len(runs) for runs in first] == [1, 1] and first[0][0][1] == first[1][0][0] == first[1][0][1] // 2
+    assert not any("router" in key or "norm" in key or "embedding" in key for key in rows)

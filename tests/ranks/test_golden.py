@@ -16,6 +16,7 @@ LAYOUTS = {  # the layout of the checkpoint, and another one
     "1-dense-fp32": [(2, []), (2, ["parallel.cp=1", "parallel.tp=2"])],
     "1-experts-bf16": [(2, []), (1, ["parallel.ep=1"])],
     "1-lora-fp32": [(2, []), (1, ["parallel.ep=1"])],
+    "1-muon-fp32": [(2, []), (1, ["parallel.tp=1"])],
 }
 
 

@@ -135,7 +135,7 @@ class Muon(Optimizer):
         return torch.empty(tuple(shape), dtype=self.dtype, device=self.device)
 
     def _orthogonalise(self, matrices: Iterable[WholeMatrix], whole: dict[MatrixName, Tensor]) -> None:
-        """Orthogonalise each projection in held.  Projections of equal shape are computed together."""
+        """Replace each projection by its orthogonalised values.  Projections of equal shape are computed together."""
         by_shape: dict[tuple[int, int], list[tuple[Tensor, Rows]]] = {}
         for matrix in matrices:
             for rows in matrix.projections:

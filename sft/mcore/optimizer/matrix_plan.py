@@ -60,18 +60,21 @@ class WholeMatrix:
     projections: tuple[Rows, ...]
     holders: Mapping[int, tuple[MatrixChunk, ...]]
 
+    def __post_init__(self) -> None:
+        held = sum(chunk.numel for chunk in self.chunks)
+        assert held == self.numel, f"{self.name}: ranks hold {dict(self.holders)}"
+
     @property
     def numel(self) -> int:
         return prod(self.shape)
 
     @cached_property
     def chunks(self) -> dict[MatrixChunk, list[int]]:
-        """All chunks, each with the ranks that hold a copy.  Raises AssertionError if they do not cover the matrix."""
+        """All chunks, each with the ranks that hold a copy."""
         ranks: dict[MatrixChunk, list[int]] = defaultdict(list)
         for rank, chunks in sorted(self.holders.items()):
             for chunk in chunks:
                 ranks[chunk].append(rank)
-        assert sum(chunk.numel for chunk in ranks) == self.numel, f"{self.name}: ranks hold {dict(self.holders)}"
         return dict(sorted(ranks.items()))
 
     def flops(self, config: MuonConfig) -> int:

@@ -55,7 +55,7 @@ def _on_rank(
         return None
     try:
         with mock.patch.dict(os.environ, environment), redirect_stdout(out), redirect_stderr(err), within():
-            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if alone else ():
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if alone else ():
                 del os.environ[name]
             code = main(words)
     finally:

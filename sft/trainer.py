@@ -78,9 +78,9 @@ class Trainer:
         self.trained = trained_weights(config, self.data.vocab_size)
         base = base_digest(config, self.folder, groups) if config.lora.is_used else None
         self.conditions = Conditions.of(config, layout, self.data.plan, base)
-        warn = partial(check_start, config, self.conditions, self.trained, self.data)
-        if jump := broadcast_from_rank0(warn, groups.control):
-            console.say(f"WARNING: {jump}")
+        check = partial(check_start, config, self.conditions, self.trained, self.data)
+        if rates := broadcast_from_rank0(check, groups.control):
+            console.say(rates)
         self.engine = Engine(
             config,
             layout,

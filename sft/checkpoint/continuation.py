@@ -7,7 +7,7 @@ module neither writes nor renames files, and computes no SHA-256.
 """
 
 import shlex
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,9 @@ from typing import Any
 from sft.checkpoint import folders, manifest, resume_setting
 from sft.checkpoint.manifest import Manifest
 from sft.checkpoint.origin import RunOrigin
-from sft.checkpoint.train_state import BASE, Changes, Conditions, changes, with_current_names
-from sft.config import CheckpointConfig, Config, OptimConfig
-from sft.config.schedule import Schedule
-from sft.errors import CheckpointError, ConfigError, first_few
-
-_JUMP = 2.0  # `jump` warns if two learning rates differ by more than this factor
+from sft.checkpoint.train_state import BASE, Changes, Conditions, changes
+from sft.config import CheckpointConfig, Config
+from sft.errors import CheckpointError, first_few
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,53 +185,6 @@ def none_undamaged(folder: Path, damaged: Collection[str]) -> str:
         + "\n  ".join(first_few(damaged))
         + "\n  To train from the beginning, choose another run.dir."
     )
-
-
-def jump(resumed: Continuation, config: Config, num_steps: int, steps_of: Callable[[int], int] | None) -> str | None:
-    """A warning if this recipe and the checkpoint's recipe give the next step very different learning rates; else None.
-
-    Both rates are those of the next step, because a warm-up of the unchanged recipe may double the rate in one step.
-    If the next step is after the end of the checkpoint's recipe, that recipe's last rate is compared.
-
-    num_steps  steps of the whole run by this recipe
-    steps_of   converts epochs to steps; None if the data are not read.  Then there is no warning if the checkpoint's
-               recipe gives its length in epochs
-
-    cosine from 1e-3 to 1e-5, resumed after step 6, num_steps 6 -> 12: step 7 has 3.77e-4 instead of 1e-5, a jump
-    """
-    own = None if resumed.facts is None else _schedule(resumed.facts["recipe"], steps_of)
-    if own is None or resumed.step >= num_steps:
-        return None
-    optim, schedule = own
-    next_step, steps_before = resumed.step + 1, schedule.num_steps
-    old = schedule.rate(optim, min(next_step, steps_before))
-    new = Schedule.resolve(config.optim, num_steps).rate(config.optim, next_step)
-    if old <= _JUMP * new and new <= _JUMP * old:
-        return None
-    last = schedule.rate(optim, min(resumed.step, steps_before))
-    return (
-        f"the learning rate jumps where the run continues: {last:.3g} at step {resumed.step} of {steps_before} by the "
-        f"recipe of {resumed.path}, {new:.3g} at step {next_step} of {num_steps} by this recipe.  If this is not "
-        "meant, give the keys of optim and the length of the run their former values; to train on at a low rate, set "
-        "optim.lr to it and optim.schedule=constant."
-    )
-
-
-def _schedule(recipe: Mapping[str, Any], steps_of: Callable[[int], int] | None) -> tuple[OptimConfig, Schedule] | None:
-    """The optimizer settings and the schedule of a recipe in a checkpoint.
-
-    None if the number of its steps is unknown, or if its values are no longer valid.
-    """
-    recipe = with_current_names(recipe)
-    num_steps = recipe.get("train.num_steps")
-    if num_steps is None and steps_of is None:
-        return None
-    values = {key: recipe[f"optim.{key}"] for key in OptimConfig.model_fields if f"optim.{key}" in recipe}
-    try:
-        optim = OptimConfig.model_validate(values)
-        return optim, Schedule.resolve(optim, num_steps or (steps_of or int)(recipe.get("train.num_epochs") or 1))
-    except (ValueError, ConfigError):  # pydantic raises ValueError
-        return None
 
 
 def lines(resumed: Continuation | None, num_steps: int | None = None) -> list[str]:

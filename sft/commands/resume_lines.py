@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sft.checkpoint import continuation, folders, resume_setting
+from sft.checkpoint import continuation, folders, rates, resume_setting
 from sft.checkpoint.continuation import Continuation
 from sft.checkpoint.remote_folder import RemoteFolder
 from sft.checkpoint.train_state import BASE, Conditions, recipe_values
@@ -113,13 +113,14 @@ def _lines(
     not_compared: Collection[str],
 ) -> Lines:
     """steps_of: returns the steps of a number of epochs; None if the data are not read"""
-    lines, warnings = continuation.lines(resumed, num_steps), []
+    lines = continuation.lines(resumed, num_steps)
+    warnings: list[str] = []
     if resumed is None:
         return lines, []
     if BASE in not_compared:
         lines.append("base weights not compared: they were not hashed on this machine")
     if not {*plan_files.READ}.isdisjoint(not_compared):
         lines.append("data not compared (--no-data)")
-    if num_steps is not None and (warning := continuation.jump(resumed, config, num_steps, steps_of)):
-        warnings.append(warning)
+    if changed := rates.change(resumed, config, num_steps, steps_of):
+        (warnings if changed[1] else lines).append(changed[0])
     return lines, warnings

@@ -7,6 +7,9 @@ from decimal import Decimal
 from sft.config.train import OptimConfig
 from sft.errors import ConfigError
 
+# The keys of optim that decide the rates, beside the number of steps.
+KEYS = ("lr", "min_lr", "schedule", "warmup_steps", "warmup_fraction", "wsd_decay_fraction", "wsd_decay")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
@@ -42,9 +45,15 @@ class Schedule:
             return optim.lr
         if optim.schedule == "wsd":
             left = min(1.0, (self.num_steps - step) / self.wsd_decay_steps)
+            shape = optim.wsd_decay
         else:
             left = (self.num_steps - step) / (self.num_steps - self.warmup_steps)
-        share = 0.5 * (1.0 - math.cos(math.pi * left)) if optim.schedule == "cosine" else left
+            shape = optim.schedule
+        share = left
+        if shape == "cosine":
+            share = 0.5 * (1.0 - math.cos(math.pi * left))
+        elif shape == "minus_sqrt":
+            share = 1.0 - math.sqrt(1.0 - left)
         return optim.min_lr + share * (optim.lr - optim.min_lr)
 
 

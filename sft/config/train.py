@@ -163,13 +163,15 @@ class OptimConfig(Section):
     min_lr: Annotated[float, Field(ge=0.0)] = 0.0
     """Learning rate at the last step (all schedules but constant)."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """Learning rate after warm-up.  wsd: the peak, then linear decay over the last wsd_decay_fraction of the run."""
+    """Learning rate after warm-up.  wsd: the peak, then a decay over the last wsd_decay_fraction of the run."""
     warmup_steps: NonNegative | None = None
     """Steps of linear warm-up.  Give warmup_steps or warmup_fraction; without both there is no warm-up."""
     warmup_fraction: Fraction | None = None
     """Linear warm-up as a fraction of all steps."""
     wsd_decay_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
     """Fraction of all steps, at the end of the run, in which wsd decays."""
+    wsd_decay: Literal["linear", "cosine", "minus_sqrt"] = "linear"
+    """Shape of this decay.  minus_sqrt: 1 minus the square root of the share of it that is done."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     """Decoupled weight decay, except of biases and norms."""
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
@@ -216,5 +218,7 @@ class OptimConfig(Section):
             yield "min_lr", f"is above the peak learning rate, lr = {self.lr}"
         if self.schedule == "constant" and self.min_lr > 0.0:
             yield "min_lr", "has no effect with schedule = constant; use another schedule, or min_lr = 0"
+        if self.schedule != "wsd" and "wsd_decay" in self.changed:
+            yield "wsd_decay", f"has no effect with schedule = {self.schedule}; use schedule = wsd, or leave it out"
         if self.schedule == "wsd" and (fraction or 0.0) + self.wsd_decay_fraction > 1.0:
             yield "wsd_decay_fraction", f"and warmup_fraction = {fraction} together exceed the run"

@@ -6,7 +6,7 @@ sentences.  A start may fail for further reasons of the cluster, which docs/refe
 
 from pathlib import Path
 
-from sft.checkpoint import continuation
+from sft.checkpoint import continuation, rates
 from sft.checkpoint.continuation import Continuation
 from sft.checkpoint.train_state import Conditions, with_current_names
 from sft.config import Config
@@ -73,7 +73,7 @@ def _not_held(resumed: Continuation, weights: str, reason: str) -> CheckpointErr
 
 
 def check_start(config: Config, conditions: Conditions, trained: Trained, data: DataPipeline) -> str | None:
-    """A warning if the learning rate jumps where the run continues.
+    """A line if the recipe changes the learning rates of a run that continues.
 
     Raises ConfigError or CheckpointError if the run cannot start.
     """
@@ -82,4 +82,5 @@ def check_start(config: Config, conditions: Conditions, trained: Trained, data: 
     if resumed is None:
         return None
     check_resumed(config, resumed, data.vocab_size)
-    return continuation.jump(resumed, config, data.num_steps, data.train.plans.total_steps)
+    changed = rates.change(resumed, config, data.num_steps, data.train.plans.total_steps)
+    return changed and f"{'WARNING: ' if changed[1] else ''}{changed[0]}"

@@ -187,7 +187,8 @@ def test_a_learning_rate_that_jumps(answers: dict[str, list[list[str]]]) -> None
     check, train = answers["extended"]
     warning = (
         "the learning rate jumps where the run continues: 1e-05 at step 4 of 4 by the recipe of "
-        "cosine/checkpoints/iter_0000004, 0.00309 at step 5 of 8 by this recipe."
+        "cosine/checkpoints/iter_0000004, which ended with 1e-05; 0.00309 at step 5 of 8 by this recipe, which ends "
+        "with 1e-05."
     )
     assert f"WARNING {warning}" in check[2] and f"WARNING: {warning}" in train[2]
     assert "resume  continues after step 4 of 8, from cosine/checkpoints/iter_0000004\n" in check[2]

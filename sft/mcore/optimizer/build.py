@@ -202,5 +202,5 @@ def build_scheduler(optim: OptimConfig, optimizer: MegatronOptimizer, num_steps:
         wd_incr_steps=schedule.num_steps,
         wd_incr_style="constant",
         wsd_decay_steps=schedule.wsd_decay_steps,
-        lr_wsd_decay_style="linear",
+        lr_wsd_decay_style=optim.wsd_decay,
     )

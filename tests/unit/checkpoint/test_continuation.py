@@ -1,5 +1,4 @@
-"""The checkpoint from which a run would continue, known from the facts in a manifest alone; and jumps of the learning
-rate."""
+"""The checkpoint from which a run would continue, known from the facts in a manifest alone."""
 
 import subprocess
 import sys
@@ -109,47 +108,3 @@ def test_no_torch_is_imported(tmp_path: Path) -> None:
     )
     assert done.stdout.endswith("\n0 75\nset()\n"), done.stderr
     assert "resume  continues after step 7 of 10, from runs/a/checkpoints/iter_0000007\n" in done.stdout
-
-
-# Learning rates
-
-
-COSINE = ["optim.schedule=cosine", "optim.lr=1e-3", "optim.min_lr=1e-5"]
-FLAT, SIX = "optim.schedule=constant", "train.num_steps=6"
-
-
-@pytest.mark.parametrize(
-    "before, now, step, rates",
-    [
-        ([*COSINE, SIX], [*COSINE, "train.num_steps=12"], 6, "1e-05 at step 6 of 6|0.000377 at step 7 of 12"),
-        ([SIX], ["train.num_steps=12"], 6, "0 at step 6 of 6|3.71e-06 at step 7 of 12"),
-        (["train.num_steps=100"], ["train.num_steps=60"], 50, "5e-06 at step 50 of 100|5.45e-07 at step 51 of 60"),
-        ([FLAT], [FLAT, "optim.lr=3e-5"], 5, "1e-05 at step 5 of 10|3e-05 at step 6 of 10"),
-        # No jump: the same recipe in its warm-up, a peak that less than doubles, and a run without another step.
-        (["optim.warmup_steps=5"], ["optim.warmup_steps=5"], 1, None),
-        ([FLAT], [FLAT, "optim.lr=2e-5"], 5, None),
-        ([*COSINE, SIX], [*COSINE, SIX], 6, None),
-        (["train.num_steps=100"], ["train.num_steps=110"], 50, None),
-    ],
-)  # fmt: skip
-def test_a_rate_that_jumps(tmp_path: Path, before: list[str], now: list[str], step: int, rates: str | None) -> None:
-    saved(tmp_path, step, conditions(*before))
-    config = parsed(*now).config
-    resumed = continuation.check(config, tmp_path, conditions(*now))
-    assert resumed is not None
-    warning = continuation.jump(resumed, config, config.train.num_steps or 0, None)
-    if rates is None:
-        assert warning is None
-    else:
-        last, first = rates.split("|")
-        assert warning is not None and f"continues: {last} by the recipe of {resumed.path}, {first} by this" in warning
-
-
-def test_epochs_are_counted_or_not_compared(tmp_path: Path) -> None:
-    epochs = ["train.num_steps=null", "train.num_epochs=1"]
-    saved(tmp_path, 6, conditions(*COSINE, *epochs))
-    config = parsed(*COSINE, "train.num_steps=null", "train.num_epochs=2").config
-    resumed = continuation.check(config, tmp_path, conditions())
-    assert resumed is not None
-    assert continuation.jump(resumed, config, 12, None) is None
-    assert "1e-05 at step 6 of 6" in (continuation.jump(resumed, config, 12, lambda number: 6 * number) or "")

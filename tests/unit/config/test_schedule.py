@@ -30,6 +30,14 @@ RATES = {  # 10 steps with peak 1.0: one rate per step, from step 1
         dict(schedule="wsd", warmup_steps=2, wsd_decay_fraction=0.4),
         [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0],
     ),
+    "wsd with a cosine": (  # (1 + cos(pi k / 4)) / 2
+        dict(schedule="wsd", wsd_decay="cosine", wsd_decay_fraction=0.4),
+        [1.0] * 6 + [0.85355339, 0.5, 0.14644661, 0.0],
+    ),
+    "wsd with a square root": (  # 1 - sqrt(k / 4)
+        dict(schedule="wsd", wsd_decay="minus_sqrt", wsd_decay_fraction=0.4),
+        [1.0] * 6 + [0.5, 0.29289322, 0.1339746, 0.0],
+    ),
 }
 
 

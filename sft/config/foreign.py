@@ -61,7 +61,7 @@ _NAMES = {
     "optim.epsilon": "adam_eps adam_epsilon",
     "optim.muon.momentum": "muon_momentum",
     "optim.muon.nesterov": "muon_use_nesterov muon_nesterov",
-    "optim.muon.ns_steps": "muon_num_ns_steps ns_steps",
+    "optim.muon.ns_steps": "muon_num_ns_steps",
     "optim.muon.scale": "muon_scale_mode adjust_lr_fn",
     "optim.clip_grad": "max_grad_norm gradient_clipping gradient_clip_val grad_clip",
     "optim.offload_fraction": "optimizer_cpu_offload optimizer_offload_fraction offload_optimizer",

@@ -185,7 +185,7 @@ HOST_OPTIMIZER = "offload_fraction = 0.5 .*needs run.precision = bf16 and parall
         (("optim.offload_fraction=-0.1",), "expected a number of at least 0.0 and of at most 1.0"),
         (("optim.offload_fraction=1.01",), "expected a number of at least 0.0 and of at most 1.0"),
         (("optim.offload_fraction=0.5", "run.precision=fp32"), HOST_OPTIMIZER),
-        (("optim.wsd_decay=cosine",), "wsd_decay = cosine .*has no effect with schedule = cosine"),
+        (("optim.wsd_decay=cosine",), 'wsd_decay = "cosine" .*has no effect with schedule = cosine'),
         (("optim.offload_fraction=0.5", "parallel.distributed_optimizer=false"), HOST_OPTIMIZER),
         (
             ("data.turns=each", "data.supervise=all"),

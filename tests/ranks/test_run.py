@@ -38,7 +38,7 @@ def test_what_a_run_writes(finished: tuple[Path, str]) -> None:
     evaluation, both = ([r for r in everything if r["set"] == name] for name in ("eval", "both"))
     assert [r["step"] for r in train] == [1, 2, 3, 4, 5, 6]
     assert [(r["step"], r["set"]) for r in everything] == [(n, name) for n in (0, 4, 6) for name in ("eval", "both")]
-    assert records(folder, "start")[0]["schema"] == 9
+    assert records(folder, "start")[0]["schema"] == 10
     for line in (folder / "run" / "metrics.jsonl").read_text().splitlines():
         check(json.loads(line))
     assert all(r["tokens/supervised"] <= r["tokens/real"] <= r["tokens/aligned"] <= r["tokens/padded"] for r in train)

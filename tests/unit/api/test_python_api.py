@@ -144,7 +144,9 @@ def test_train_refuses_a_process_in_which_no_run_can_start(
         patch.setattr(dist, "is_initialized", lambda: True)
         assert "has a process group of torch.distributed" in refusal(lambda: sft.train(recipe))
     two = sft.load("a.yaml", {"parallel.cp": 2})
-    assert "parallel.cp = 2 does not fit 1 GPU" in refusal(lambda: sft.train(two))
+    with pytest.raises(ConfigError, match="parallel.cp = 2 does not fit 1 GPU") as caught:
+        sft.train(two)
+    assert "start sft train a.yaml --processes 2" in str(caught.value)  # a whole command, which starts the ranks
     assert trainer == []
 
 

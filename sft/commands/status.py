@@ -7,7 +7,6 @@ from typing import Any
 
 from sft.commands.arguments import read_recipe, recipe_command
 from sft.commands.output import show
-from sft.config import yaml
 from sft.errors import ConfigError
 
 
@@ -23,6 +22,7 @@ def status(arguments: Namespace) -> int:
     Raises the error with which the next start would end, if it can be found without data and a GPU.
     """
     from sft.commands.resume_lines import next_start
+    from sft.config import yaml
     from sft.run.lock import is_gone
     from sft.run.status import describe, read, verdict
 

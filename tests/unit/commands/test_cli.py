@@ -260,7 +260,9 @@ MISTAKES = {
     "layout": (
         ["train", "a.yaml", "parallel.cp=2"],
         "ConfigError: parallel.cp = 2 does not fit 1 GPU with tp = 1, pp = 1.  "
-        "Context-parallel sizes that fit: 1.\n  Set in: parallel.cp (command line: parallel.cp=2).\n",
+        "Context-parallel sizes that fit: 1.\n  Set in: parallel.cp (command line: parallel.cp=2).\n"
+        "  This is one process, and the recipe needs 2, or a multiple.  On one machine, start sft train a.yaml "
+        "--processes 2; on several, start torchrun on each (docs/how-to/launch.md).\n",
     ),
     "no processes": (
         ["check", "a.yaml", "--world-size", "0"],

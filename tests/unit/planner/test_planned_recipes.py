@@ -49,7 +49,7 @@ def test_they_cover_models_lengths_and_nodes() -> None:
 def test_each_is_complete_and_fits(name: str) -> None:
     lines = header(FOLDER / name)
     assert list(lines) == ["Purpose", "Launch", "Hardware", "Expected", "Sibling"]
-    assert f"-m sft train recipes/planned/{name}" in lines["Launch"]
+    assert f"sft train recipes/planned/{name}" in lines["Launch"]
     assert lines["Expected"].startswith("predicted, not measured: ") and "assumed" in lines["Expected"]
     assert lines["Sibling"].partition(",")[0] in set(RECIPES) - {name}
     assert len((FOLDER / name).read_text().splitlines()) <= MOST_LINES

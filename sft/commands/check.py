@@ -50,6 +50,7 @@ def check(arguments: Namespace) -> None:
     check_packages(recipe)
     check_folder(recipe, has_files=not arguments.no_data)
     print_group("layout", layout.equations(recipe.config.data.seq_length))
+    _print_lengths(recipe)
     _print_rotary(recipe)
     if arguments.no_data:
         from sft.estimate.lengths import Lengths
@@ -78,6 +79,14 @@ def _gpu(recipe: "Recipe", name: str | None) -> "Gpu | None":
     if name is not None:
         return gpus.gpu(name)
     return None if recipe.config.run.device == "cpu" else gpus.gpu_of_machine()
+
+
+def _print_lengths(recipe: "Recipe") -> None:
+    """Print to which lengths the rotary positions reach."""
+    from sft.recipe.rope_lengths import rope_lengths
+
+    if lines := rope_lengths(recipe):
+        print_group("lengths", lines)
 
 
 def _print_rotary(recipe: "Recipe") -> None:

@@ -24,6 +24,8 @@ def add(commands: Any) -> None:
     command.add_argument("--json", metavar="FILE", type=Path, help="write the records into FILE (docs/how-to/eval.md)")
     about = "ask questions about long texts, instead of scoring data.eval (data.long)"
     command.add_argument("--long", action="store_true", help=about)
+    about = "compare documents of data.eval with their last quarter: does far context help?"
+    command.add_argument("--context", action="store_true", help=about)
     about = "with --long: a file of an earlier --json, to compare with"
     command.add_argument("--before", metavar="FILE", type=Path, help=about)
     about = "with --long: draw task, length and depth into FILE, .png, .svg or .pdf"
@@ -68,6 +70,12 @@ def evaluate(arguments: Namespace) -> None:
 
     environment.prepare(recipe.config, layout)  # before the next import, which may start CUDA
 
+    if arguments.context:
+        from sft.evaluate import context
+
+        context.main(recipe, layout, source, arguments.json)
+        return
+
     from sft.evaluate.held_out import main
 
     main(recipe, layout, source, arguments.json)
@@ -82,6 +90,8 @@ def _check_arguments(arguments: Namespace) -> None:
     for option in ("before", "picture"):
         if getattr(arguments, option) is not None and not arguments.long:
             raise ConfigError(f"--{option} {getattr(arguments, option)} has an effect only with --long; add --long.")
+    if arguments.context and arguments.long:
+        raise ConfigError("--context compares documents of data.eval, and --long asks questions; give one of them.")
     if arguments.picture is not None:
         if arguments.picture.suffix.lower() not in _PICTURES:
             raise ConfigError(f"--picture {arguments.picture} does not end in {', '.join(_PICTURES)}.")

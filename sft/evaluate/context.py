@@ -56,14 +56,16 @@ def score_documents(engine: Engine, name: str, corpus: Corpus, ids: list[int], p
     both = pairs(corpus, ids)
     loader = make_loader(
         engine.config,
-        engine.layout,
+        engine.layout.with_short_batches(),
         both,
         pad_id=pad_id,
         dp_rank=engine.groups.dp_rank,
         cp_rank=engine.groups.cp_rank,
         is_held_out=True,
     )
-    nll, _, counts = score(engine, loader, len(both))
+    sums = score(engine, loader, len(both), lambda: True)
+    assert sums is not None
+    nll, _, counts = sums
     if not math.isfinite(nll.sum()):
         raise TrainingError(f"the loss of a document of {name} is not finite.")
     tokens = counts[: len(ids)].astype(int).tolist()

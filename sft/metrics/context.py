@@ -49,7 +49,7 @@ class Gain(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """By how much the first 3/4 of a document lower the loss of its last 1/8."""
+        """The decrease of the loss of the last 1/8 of a document because of its first 3/4."""
         return self.nearest - self.whole
 
 

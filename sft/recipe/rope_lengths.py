@@ -30,11 +30,11 @@ def rope_lengths(recipe: Recipe) -> list[str]:
     if trained is None or not model.rotary_dim:
         return []
     reached, by = _reached(recipe, own, trained)
-    seen, unseen = _pairs(own, trained, model.rotary_dim)
-    rows = [("trained", f"to {trained:,}", seen)]
+    shown, unshown = _pairs(own, trained, model.rotary_dim)
+    rows = [("trained", f"to {trained:,}", shown)]
     if reached > trained:
         rows.append(("extended", f"to {reached:,}", by))
-    rows.append(("beyond", f"from {reached + 1:,}", f"{unseen}: expect wrong answers"))
+    rows.append(("beyond", f"from {reached + 1:,}", f"{unshown}: expect wrong answers"))
     width = max(len(length) for _, length, _ in rows)
     longest = recipe.config.data.seq_length
     where = "trained" if longest <= trained else "extended" if longest <= reached else "beyond"
@@ -72,7 +72,7 @@ def _slowest(rope: RopeConfig, rotary_dim: int) -> float:
 
 
 def _pairs(own: RopeConfig, trained: int, rotary_dim: int) -> tuple[str, str]:
-    """What the trained length has shown to the pairs of a head, and what longer texts show to them."""
+    """Texts about the angles of the pairs of a head: within the trained length, and beyond."""
     pairs = rotary_dim // 2
     whole = sum(trained >= 2.0 * math.pi * own.base ** (i / pairs) for i in range(pairs))
     if own.scaling != "none" or whole == pairs:

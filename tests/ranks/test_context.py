@@ -101,6 +101,6 @@ def test_the_table_and_refusals(ranks: Ranks, recipe: Path) -> None:
         ("--context", "--long"): "give one of them",
         (f"data.eval={recipe.parent}/short.jsonl", "--context"): "a document must have at least 64 tokens",
     }.items():
-        (recipe.parent / "short.jsonl").write_text(json.dumps({"tokens": document(63)}) + "\n")
+        (recipe.parent / "short.jsonl").write_text(json.dumps({"tokens": document(63), "loss_mask": [1] * 63}) + "\n")
         refused = sft(ranks(2), "eval", str(recipe), ONE, *words, alone=True)
         assert refused.code == 2 and message in refused.err

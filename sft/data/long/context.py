@@ -29,7 +29,8 @@ def compared(corpus: Corpus) -> list[int]:
 def pairs(corpus: Corpus, ids: list[int]) -> Corpus:
     """A corpus in memory: the whole documents of `ids`, in their order, then the last quarter of each."""
     samples = [corpus.sample(i) for i in ids]
-    tokens, masks, lines = [], [], []
+    tokens, masks = list[np.ndarray](), list[np.ndarray]()
+    lines: list[tuple[int, ...]] = []
     for is_whole in (True, False):
         for sample in samples:
             n = len(sample.tokens)

@@ -51,9 +51,7 @@ def test_a_larger_base_slows_the_slowest_pair() -> None:
     )
     assert extended.split(maxsplit=3)[:3] == ["extended", "to", "3,846,193"]
     assert "by model.rope.base = 128,000,000 (before: 500,000)" in extended and packs.endswith(": extended")
-    _, beyond, packs = lines(
-        "llama31_8b_128k", *own, "model.rope.base=2e6", "data.seq_length=524288", "parallel.cp=8"
-    )
+    _, beyond, packs = lines("llama31_8b_128k", *own, "model.rope.base=2e6", "data.seq_length=524288", "parallel.cp=8")
     assert beyond.startswith("beyond    from 131,073") and packs.endswith("524,288 tokens: beyond")
 
 

@@ -29,9 +29,9 @@ def main(recipe: Recipe, layout: Layout, source: str | None, json_file: Path | N
             chosen[name] = [] if loader.corpus.has_trees else compared(loader.corpus)
         if not any(chosen.values()):
             raise ConfigError(
-                f"no document of data.eval can be compared with its last quarter: a document must have at least {LEAST} "
-                "tokens and a supervised token in its last eighth, and must not be a tree (data.turns = each).  Give "
-                "longer documents, or supervise more of them."
+                "no document of data.eval can be compared with its last quarter: a document must have at least "
+                f"{LEAST} tokens and a supervised token in its last eighth, and must not be a tree "
+                "(data.turns = each).  Give longer documents, or supervise more of them."
             )
 
     run = opened(recipe, layout, source, HeldOutData, check=check)

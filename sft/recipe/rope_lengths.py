@@ -58,8 +58,8 @@ def _reached(recipe: Recipe, own: RopeConfig, trained: int) -> tuple[int, str]:
     if rope.base != own.base and recipe.is_from_user("model.rope.base"):
         # The slowest pair turns over this length as far as it did over the trained one.
         slower = _slowest(own, model.rotary_dim) / _slowest(rope, model.rotary_dim)
-        with_base = f"by model.rope.base = {rope.base:,.0f} (before: {own.base:,.0f}): there the slowest pair has turned as far"
-        return math.floor(trained * max(1.0, slower)), with_base
+        bases = f"by model.rope.base = {rope.base:,.0f} (before: {own.base:,.0f})"
+        return math.floor(trained * max(1.0, slower)), f"{bases}: there the slowest pair has turned as far"
     by = f"by model.rope.scaling = {rope.scaling} with factor {rope.factor:g}"
     if model.pretrained is None:
         return math.floor(trained * rope.factor), by

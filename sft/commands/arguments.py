@@ -1,6 +1,6 @@
 """The arguments of commands that take a recipe."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,16 @@ def recipe_command(
     command.add_argument("recipe", metavar="RECIPE", nargs=number, help="YAML file, e.g. recipes/qwen3_8b_64k.yaml")
     command.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help=_OVERRIDES)
     return command
+
+
+def count(text: str) -> int:
+    """A number of an option, with an optional unit: 65536, 64K, 1M."""
+    from sft.config.keys import in_units
+
+    value = in_units("data.seq_length", text)
+    if not str(value).isdecimal():
+        raise ArgumentTypeError(f"must be a whole number, such as 65536 or 64K, got {text!r}")
+    return int(value)
 
 
 def read_recipe(arguments: Namespace) -> "Recipe":

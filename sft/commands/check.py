@@ -25,7 +25,8 @@ def add(commands: Any) -> None:
     command.add_argument("--world-size", metavar="N", type=int, help="number of processes of the run")
     about = "show where the value of KEY came from, and what KEY does; may be given several times"
     command.add_argument("--explain", metavar="KEY", action="append", default=[], help=about)
-    about = "refuse a recipe that does not fit this type of GPU, such as h100 (default: the GPU of this machine)"
+    about = "refuse a recipe that does not fit this type of GPU, such as h100 (default: the GPU of this machine; "
+    about += "without one, a warning says which common GPUs hold the recipe)"
     command.add_argument("--gpu", metavar="NAME", help=about)
     command.add_argument("--no-data", action="store_true", help="do not read data files or tokenizer")
 
@@ -117,6 +118,7 @@ def _check_data(recipe: "Recipe", layout: "Layout", gpu: "Gpu | None") -> None:
     from sft.estimate.memory import estimate
     from sft.parallel.layout import vocab_rows
     from sft.recipe.long_questions import make_in_run, usable_bytes
+    from sft.recipe.run_checks import wasteful_multiple
     from sft.recipe.start import check_weights
     from sft.weights.trained import trained_weights
 
@@ -156,8 +158,8 @@ def _check_data(recipe: "Recipe", layout: "Layout", gpu: "Gpu | None") -> None:
     for name, held_out in corpora.items():
         print_group(name, held_out.summary(explained).splitlines())
     _print_serving(recipe, tokenizer)
-    longest = corpus.longest
-    _print_warnings(recipe, warnings, num_steps=num_steps, num_packs=len(plan), longest=longest)
+    waste = wasteful_multiple(recipe.config, corpus.lengths)
+    _print_warnings(recipe, [*warnings, *waste], num_steps=num_steps, num_packs=len(plan), longest=corpus.longest)
 
 
 def _print_warnings(recipe: "Recipe", others: "Sequence[str]", **length: int | None) -> None:
@@ -195,8 +197,30 @@ def _print_model(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None,
         lines.append(trained.describe(recipe.config.lora.rank, num_parameters(model, rows)))
     print_group("model", lines)
     print_group("memory", describe(recipe.config, layout, rows, trained))
+    if gpu is None and recipe.config.run.device != "cpu":
+        _warn_of_memory(recipe, layout, rows, trained)
     if gpu is not None:
         _check_fit(recipe, layout, rows, trained, Lengths.all_of(recipe.config.data.seq_length), gpu)
+
+
+def _warn_of_memory(recipe: "Recipe", layout: "Layout", rows: int, trained: "Trained") -> None:
+    """Print a warning if a rank needs more memory than the common GPUs have, or than some of them."""
+    from sft.estimate.communicators import nccl_bytes
+    from sft.estimate.gpus import COMMON, GIB, gpu, usable_memory
+    from sft.estimate.lengths import Lengths
+    from sft.estimate.memory import estimate
+
+    config = recipe.config
+    lengths = Lengths.all_of(config.data.seq_length)
+    needed = estimate(config, layout, rows, trained=trained, lengths=lengths).device
+    usable = {name: usable_memory(gpu(name), nccl_bytes(config, layout)).bytes for name in COMMON}
+    fitting = [name for name, num_bytes in usable.items() if needed <= num_bytes]
+    if len(fitting) == len(COMMON):
+        return
+    most = usable[COMMON[-1]] / GIB
+    fits = f"fits {' and '.join(fitting)} only" if fitting else f"fits no common GPU ({COMMON[-1]}: {most:,.0f} usable)"
+    advice = f"sft check {recipe.path} --gpu {COMMON[0]} names the cheapest change that fits"
+    print_group("WARNING", [f"a rank needs {needed / GIB:,.0f} GiB (predicted), which {fits}; {advice}"])
 
 
 def _check_fit(

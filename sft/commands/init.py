@@ -4,6 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from sft.commands.arguments import count
 from sft.commands.output import print_group, show
 from sft.errors import ConfigError
 
@@ -20,7 +21,7 @@ def add(commands: Any) -> None:
     command.add_argument("--gpus", metavar="N", type=int, default=8, help="number of GPUs (default 8)")
     command.add_argument("--gpu", metavar="TYPE", default="h100", help="type of GPU, such as h200 (default h100)")
     about = f"tokens of a pack (default {_SEQ_LENGTH}, or fewer if the model was trained on fewer)"
-    command.add_argument("--seq-length", metavar="N", type=int, help=about)
+    command.add_argument("--seq-length", metavar="N", type=count, help=about)
     command.add_argument("--lora", action="store_true", help="train LoRA adapters of rank 16")
     command.add_argument("--out", metavar="FILE", type=Path, help="file to write (default: NAME.yaml in this folder)")
 

@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from sft.commands.arguments import count
 from sft.commands.output import need_matplotlib, picture_file, print_group, progress
 from sft.errors import ConfigError
 from sft.estimate.gpus import HOST_GIB
@@ -29,7 +30,7 @@ def add(commands: Any) -> None:
     command.add_argument("--fabric", metavar="NAME", default="ib400", help=about)
     about = f"memory of a node's host for offloading (default {HOST_GIB:.0f})"
     command.add_argument("--host-gib", metavar="GIB", type=float, default=HOST_GIB, help=about)
-    command.add_argument("--seq-length", metavar="N", type=int, help="tokens of a pack; default: those of the recipe")
+    command.add_argument("--seq-length", metavar="N", type=count, help="tokens of a pack; default: those of the recipe")
     about = "lengths of documents: data (those of the recipe), or LENGTH:SHARE,...; default: as long as packs"
     command.add_argument("--lengths", metavar="L", help=about)
     command.add_argument("--lora", action="store_true", help="train LoRA adapters of rank 16")

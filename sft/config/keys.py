@@ -28,6 +28,8 @@ RENAMED = {
 }
 # Names of values in other trainers and earlier versions, and their names in a recipe.
 _CALLED = {"gpu": "cuda", "float32": "fp32", "bfloat16": "bf16", "truncate": "cut_turns"}
+_COUNT = re.compile(r"([1-9][0-9]{0,9}) ?([kKmM])")
+_SHIFTS = {"K": 10, "M": 20}
 
 
 @cache
@@ -110,6 +112,13 @@ def types_of(key: str) -> list[Any]:
     """The types of the values that a key accepts, without their bounds: [int, NoneType]"""
     info = leaves().get(in_schema(key))
     return [kind for kind, _ in _alternatives(info.annotation)] if info else []
+
+
+def in_units(key: str, value: Any) -> Any:
+    """The value of a key that holds a whole number, without a unit of 2^10 or 2^20: "64K" -> 65536, "1M" -> 1048576."""
+    if int in types_of(key) and isinstance(value, str) and (match := _COUNT.fullmatch(value)):
+        return int(match[1]) << _SHIFTS[match[2].upper()]
+    return value
 
 
 def expected(key: str) -> str:

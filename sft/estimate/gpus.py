@@ -56,6 +56,9 @@ GPUS: Mapping[str, Gpu] = {
     )
 }
 
+# GPUs that most readers have or can rent, the smallest first.  `sft check` without --gpu names those that fit.
+COMMON = ("h100", "h200", "b200")
+
 # GB/s that one GPU receives from other nodes, if each GPU has its own port: about 4/5 of the port's bits / 8.
 FABRICS: Mapping[str, float] = {
     "none": 0.1,  # one node; a layout over two nodes is predicted to be useless

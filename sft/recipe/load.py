@@ -106,6 +106,7 @@ class _Draft:
         for name, line, value in pairs:
             origin = origin_of(line)
             if name in first:
+                self.meant.add(prefix + name)
                 self._note(origin, f"{prefix}{name} is given twice ({origin}; first in line {first[name]}).  Keep one.")
                 continue
             first[name] = line
@@ -131,7 +132,7 @@ class _Draft:
                 self._note(origin, f"{key} ({origin}): {files}, without named sources.")
             elif keys.in_schema(key) in leaves() or (prefix == f"{OPEN}." and name.isidentifier()):
                 listable = keys.takes_list(key) and isinstance(value, str)
-                self.values[key] = [value] if listable else yaml.plain(value)
+                self.values[key] = [value] if listable else keys.in_units(key, yaml.plain(value))
                 self.origins[key] = origin
                 for repeated in yaml.repeated(value):
                     self._note(origin, f"{key}.{repeated} is given twice ({origin}).  Keep one.")
@@ -269,10 +270,23 @@ class _Draft:
                 self.refuse_value(f"{key}.{name}".lstrip("."), why + ".")
         elif kind != "missing":
             self.refuse_value(key, f"; expected {keys.expected(key)}.{keys.hint(key, self.values[key])}")
-        elif not self.meant & {key, key.rpartition(".")[0]}:
+        elif not self.meant & {key, key.split(".")[0], key.rpartition(".")[0]} and not self._lacks_model(key):
             about = leaves()[keys.in_schema(key)].description
             problem = f"{key} is missing from {self.path}; expected {keys.expected(key)}.  {about}"
             self._note(Origin("default"), problem)
+
+    def _lacks_model(self, key: str) -> bool:
+        """Whether `key` is a size of a model that the recipe does not describe at all; one problem says so."""
+        if not key.startswith("model.") or any(name.startswith("model.") for name in self.values):
+            return False
+        if "model.hf" not in self.meant:
+            self._note(
+                Origin("default"),
+                f"model.hf is missing from {self.path}; expected a folder or a name on the hub, such as "
+                "Qwen/Qwen3-8B.  (A new model without files gives its sizes instead: model.num_layers, "
+                "model.hidden_size, ...)",
+            )
+        return True
 
     def refuse_held_out(self, kind: str, name: str, field: Sequence[str], cause: object) -> None:
         """Adds an error in a held-out set that is a group of keys: {chat: {dataset: OWNER/NAME}}."""

@@ -10,12 +10,21 @@ import math
 import os
 from collections.abc import Iterator
 
-from sft.config import Config, listed
+import numpy as np
+
+from sft.config import RANDOM, Config, listed
 from sft.config.schedule import Schedule
 from sft.errors import ConfigError
 from sft.layers import kernel_keys
+from sft.parallel.alignment import aligned
 from sft.recipe.resolved import Recipe
 
+_SMALL = 512  # hidden_size below which a model is a test
+# Learning rates of AdamW in published fine-tuning runs, with a margin of about 10 on both sides.
+_RATES = (1e-7, 1e-3)
+_LORA_RATES = (5e-5, 5e-3)
+_MOST_TOKENS = 2**24  # of a step
+_WASTE = 0.05  # share of all tokens that another data.doc_multiple would save
 _FEW_STEPS = 10  # in a run of fewer steps, a last step without an update is a considerable part of the run
 
 
@@ -39,7 +48,7 @@ def check_run(
             f"the data fill {num_packs} of the {num_full} packs of a step (train.global_batch_size = {num_full}), and "
             "the other packs are empty; lower train.global_batch_size or data.seq_length"
         )
-    warnings += _node_warnings(config)
+    warnings += [*_rate_warnings(config), *_batch_warnings(config, num_packs), *_node_warnings(config)]
     problems = [*kernel_keys.problems(config)]
     if num_steps is not None:
         try:
@@ -80,6 +89,58 @@ def _step_warnings(config: Config, num_steps: int) -> Iterator[str]:
         late = [step for step in getattr(config.profile, name).steps or () if step > num_steps]
         if late:
             yield f"profile.{name}.steps has step {', '.join(map(str, late))}, but {ends}: nothing is recorded then"
+
+
+def _rate_warnings(config: Config) -> Iterator[str]:
+    """Yields a warning for a learning rate outside the range of published settings.
+
+    Models of a width below `_SMALL` are left out, because they are tests, and learn at high rates.
+    """
+    lr, is_lora = config.optim.lr, config.lora.is_used
+    if (config.model.hidden_size or 0) < _SMALL or config.model.init_from == RANDOM:
+        return
+    if is_lora and lr < _LORA_RATES[0]:
+        yield (
+            f"optim.lr = {lr:g} is a learning rate for all weights; adapters usually need 1e-4 to 5e-4, about ten "
+            "times as much (the recipes here have 2e-4)"
+        )
+    low, high = _LORA_RATES if is_lora else _RATES
+    if lr > high or (lr < low and not is_lora):
+        weights = "adapters" if is_lora else "all weights"
+        yield f"optim.lr = {lr:g} is outside {low:g} to {high:g}, in which published runs train {weights}"
+
+
+def _batch_warnings(config: Config, num_packs: int | None) -> Iterator[str]:
+    """Yields a warning for a step with very many tokens, or if an epoch has very few steps."""
+    packs = config.train.global_batch_size
+    if (config.model.hidden_size or 0) < _SMALL:
+        return
+    if (tokens := packs * config.data.seq_length) > _MOST_TOKENS:
+        yield (
+            f"a step has up to {tokens:,} tokens (train.global_batch_size = {packs} x data.seq_length), more than "
+            f"published fine-tuning runs have ({_MOST_TOKENS:,}); fewer packs give more updates from the same data"
+        )
+    if num_packs is not None and 1 < (steps := math.ceil(num_packs / packs)) < _FEW_STEPS:
+        yield (
+            f"an epoch has only {steps} steps, so the weights change little; a smaller "
+            f"train.global_batch_size than {packs} gives more steps"
+        )
+
+
+def wasteful_multiple(config: Config, lengths: np.ndarray) -> Iterator[str]:
+    """Yields a warning if padding of documents wastes much, and a smaller data.doc_multiple less.
+
+    lengths: tokens of the samples, int [n]
+    """
+    multiple, smaller = config.data.doc_multiple, 2 * config.parallel.cp
+    if multiple <= smaller or multiple % smaller or not len(lengths):
+        return
+    shares = [1 - float(lengths.sum() / aligned(lengths, each).sum()) for each in (multiple, smaller)]
+    if shares[0] - shares[1] >= _WASTE:
+        yield (
+            f"data.doc_multiple = {multiple} makes {shares[0]:.1%} of the tokens padding inside documents; "
+            f"data.doc_multiple={smaller} would make {shares[1]:.1%}"
+        )
 
 
 def _node_warnings(config: Config) -> Iterator[str]:

@@ -162,7 +162,7 @@ def test_what_is_missing() -> None:
 @pytest.mark.parametrize("text", ["", "# nothing yet\n"])
 def test_an_empty_recipe_names_what_it_must_give(text: str) -> None:
     lines = refusal_lines(text)
-    assert [line.split(": ", 1)[1].split(" ")[0] for line in lines][:2] == ["run.dir", "model.num_layers"]
+    assert [line.split(": ", 1)[1].split(" ")[0] for line in lines][:2] == ["run.dir", "model.hf"]
     assert "data.train is missing from a.yaml; expected a path or a list of paths" in "".join(lines)
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sft.api.plans import Plan, PlanOptions, plan
     from sft.api.recipes import load
     from sft.api.training import train
-    from sft.errors import SftError
+    from sft.errors import ConfigError, SftError
     from sft.recipe.resolved import Recipe
     from sft.run.outcome import Outcome
 
@@ -41,6 +41,7 @@ __all__ = [
     "PlanOptions",
     "Generated",
     "Prompt",
+    "ConfigError",
     "SftError",
 ]
 _HOMES = {
@@ -59,6 +60,7 @@ _HOMES = {
     "PlanOptions": "sft.api.plans",
     "Generated": "sft.api.generation",
     "Prompt": "sft.api.generation",
+    "ConfigError": "sft.errors",
     "SftError": "sft.errors",
 }
 

@@ -8,13 +8,16 @@ from typing import Any
 
 from sft.config import yaml
 from sft.errors import ConfigError, printable
-from sft.recipe.load import load_recipe
+from sft.recipe.load import load_recipe, parse_recipe
 from sft.recipe.resolved import Recipe
 
+_MAPPING = "the mapping"  # the name of a recipe that is not in a file
 
-def load(path: str | Path, overrides: Mapping[str, Any] | Sequence[str] = ()) -> Recipe:
+
+def load(path: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | Sequence[str] = ()) -> Recipe:
     """The validated recipe in the YAML file `path`, with the values of `overrides` in place of its own.
 
+    path: a file, or the groups of a recipe themselves: {"model": {"hf": "Qwen/Qwen3-8B"}, "optim": {"lr": 1e-5}, ...}
     overrides: values by dotted key, {"parallel.cp": 4}, or words as on the command line, ["parallel.cp=4"]
 
     Relative paths are relative to the current directory.  If model.hf is a name on the hub, only the small files of the
@@ -22,7 +25,11 @@ def load(path: str | Path, overrides: Mapping[str, Any] | Sequence[str] = ()) ->
 
     Raises ConfigError that lists all mistakes of the file and the overrides, each with its line.
     """
-    recipe = load_recipe(str(path), override_words(overrides))
+    if isinstance(path, Mapping):
+        text = yaml.write({str(name): _plain(str(name), value) for name, value in path.items()})
+        recipe = parse_recipe(text, _MAPPING, override_words(overrides))
+    else:
+        recipe = load_recipe(str(path), override_words(overrides))
     if os.environ.get("RANK", "0") == "0":
         for warning in recipe.warnings:
             print(printable(f"WARNING: {warning}"), file=sys.stderr, flush=True)
@@ -52,6 +59,6 @@ def _plain(key: str, value: Any) -> Any:
     if value is None or isinstance(value, str | bool | int | float):
         return value
     raise ConfigError(
-        f"overrides: {key} has a value of type {type(value).__name__}, which no recipe can hold.  Give a text, a "
+        f"{key} has a value of type {type(value).__name__}, which no recipe can hold.  Give a text, a "
         "number, true, false, None, a path, or a list or mapping of these."
     )

@@ -25,7 +25,7 @@ class Origin:
         return self.kind if self.text is None else f"{self.kind}: {self.text}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Recipe:
     """A validated recipe, and the origin of the value of every dotted key."""
 
@@ -33,6 +33,11 @@ class Recipe:
     origins: Mapping[str, Origin]
     path: str
     warnings: tuple[str, ...] = ()  # one line for each key that is given by its old name
+
+    def __repr__(self) -> str:
+        """The keys that the user set: `Recipe(a.yaml: run.dir=runs/a, optim.lr=1e-05)`"""
+        own = (f"{key}={yaml.write(value)}" for key, value in values(self.config).items() if self.is_from_user(key))
+        return f"Recipe({self.path}: {', '.join(own)})"
 
     def is_from_user(self, key: str) -> bool:
         """Whether the user gave the value of `key`, in the file or on the command line."""

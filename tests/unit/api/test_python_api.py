@@ -243,3 +243,22 @@ def test_the_python_of_the_readme_fits_the_signatures(monkeypatch: pytest.Monkey
         monkeypatch.setattr(sft, name, bound(name, inspect.signature(getattr(sft, name))), raising=False)
     exec(block, {})
     assert called == ["load", "prepare", "train", "export"]
+
+
+def test_a_recipe_from_a_mapping_and_its_repr() -> None:
+    groups = {
+        "run": {"dir": Path("runs/a")},
+        "model": {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 64, "num_attention_heads": 4},
+        "data": {"train": ["a.jsonl"], "seq_length": "1K"},
+        "train": {"num_steps": 2, "global_batch_size": 2},
+        "optim": {"lr": 1e-5},
+    }
+    recipe = sft.load(groups | {"model": groups["model"] | {"init_from": "random"}}, {"optim.lr": 2e-5})
+    assert (recipe.config.data.seq_length, recipe.config.optim.lr) == (1024, 2e-5)
+    assert repr(recipe) == (
+        "Recipe(the mapping: run.dir=runs/a, model.num_layers=2, model.hidden_size=64, model.ffn_hidden_size=64, "
+        "model.num_attention_heads=4, model.init_from=random, data.train=[a.jsonl], data.seq_length=1024, "
+        "train.num_steps=2, train.global_batch_size=2, optim.lr=2e-05)"
+    )
+    with pytest.raises(sft.ConfigError, match="unknown key optim.rate [(]the mapping, line 1[)]"):
+        sft.load(groups | {"optim": {"rate": 1}})

@@ -28,8 +28,6 @@ def status(arguments: Namespace) -> int:
 
     run = Path(arguments.recipe)
     if run.is_dir():  # a run folder, which has the recipe of its newest start
-        from sft.config import yaml
-
         arguments.recipe = str(run / "recipe.yaml")
         arguments.overrides = [*arguments.overrides, f"run.dir={yaml.write(str(run))}"]
         if not Path(arguments.recipe).is_file():

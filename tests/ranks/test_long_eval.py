@@ -1,18 +1,25 @@
 """`sft eval --long` scores questions as transformers does, equally on every layout."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from sft.console import QUIET
+from sft.data.cache.encoder import EncodedRows
+from sft.data.cache.row_report import LINE
+from sft.data.cache.store import write_store
 from sft.data.chat.tokenizer import ByteTokenizer
-from sft.data.long.suite import SuiteSettings, open_suites
+from sft.data.long.suite import SuiteSettings, make_suites, open_suites, suite_folder
 from tests.launching import HF_RECIPE
 from tests.ranks import hf_models
 from tests.ranks.commands import scored, sft
-from tests.ranks.layouts import PP, SP
+from tests.ranks.layouts import EP, PP, SP
 from tests.ranks.pool import Ranks
 from tests.unit.fixtures import hf
 
@@ -61,21 +68,58 @@ def test_the_scores_are_those_of_transformers(alone: dict[str, Any], recipe: Pat
 
 
 LAYOUTS = {
-    "cp 2": [],
-    "dynamic cp 2": ["parallel.dynamic_cp=true"],
-    "tp 2": [ONE, *SP],
-    "pp 2": [ONE, *PP],
-    "dp 2": [ONE, "data.pad_to_seq_length=true"],
+    "cp 4": (4, ["parallel.cp=4"]),
+    "cp 2": (2, []),
+    "dynamic cp 2": (2, ["parallel.dynamic_cp=true"]),
+    "tp 2": (2, [ONE, *SP]),
+    "pp 2": (2, [ONE, *PP]),
+    "dp 2": (2, [ONE, "data.pad_to_seq_length=true"]),
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_other_layouts_differ_by_rounding(ranks: Ranks, recipe: Path, alone: dict[str, Any], layout: list[str]) -> None:
-    found = scored(ranks(2), recipe, *ASKED, *layout, "train.global_batch_size=2", "--long")["long"]
-    assert found["digest"] == alone["long"]["digest"]
-    for ours, theirs in zip(found["questions"], alone["long"]["questions"], strict=True):
+@pytest.mark.parametrize(("size", "layout"), LAYOUTS.values(), ids=LAYOUTS)
+def test_other_layouts_differ_by_rounding(
+    ranks: Ranks, recipe: Path, alone: dict[str, Any], size: int, layout: list[str]
+) -> None:
+    check_same(scored(ranks(size), recipe, *ASKED, *layout, "train.global_batch_size=2", "--long"), alone)
+
+
+def test_expert_parallelism_differs_by_rounding(ranks: Ranks, recipe: Path) -> None:
+    experts = hf.save(recipe.parent / "experts", "qwen3_moe", seed=4, max_position_embeddings=1024)
+    words = [*ASKED, ONE, f"model.hf={experts}", "--long"]
+    alone = scored(ranks(2), recipe, *words, alone=True)
+    check_same(scored(ranks(2), recipe, *words, *EP, "train.global_batch_size=2"), alone)
+
+
+def check_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Checks that two results have the same questions and the same right answers, and losses equal up to rounding."""
+    assert found["long"]["digest"] == expected["long"]["digest"]
+    for ours, theirs in zip(found["long"]["questions"], expected["long"]["questions"], strict=True):
         assert ours.pop("loss") == pytest.approx(theirs["loss"], rel=1e-6)  # fp32 sums in another order
         assert ours == {key: value for key, value in theirs.items() if key != "loss"}
+
+
+def test_what_transformers_generates_is_right(ranks: Ranks, recipe: Path) -> None:
+    """Answers that transformers writes greedily are right; with another last token, they are wrong."""
+    cache, generated = recipe.parent / "run/cache", replace(SETTINGS, seed=5)
+    model, one, expected = hf.load(recipe.parent / "source"), np.array([0, 1], np.float32), []
+    for suite in make_suites(SETTINGS, ByteTokenizer(), cache, QUIET, 1):
+        samples = []
+        for i, fact in enumerate(suite.facts):
+            prompt = torch.tensor(suite.corpus.sample(i).tokens[: fact.start].tolist())[None]
+            with torch.no_grad():
+                tokens = model.generate(prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False)[0].numpy()
+            tokens[-1] += (i % 2) * (1 if tokens[-1] < 200 else -1)
+            mask = (np.arange(len(tokens)) >= fact.start).astype(np.uint8)
+            line = (i, 1, 1, len(tokens), 4, len(tokens), len(tokens), 4)
+            samples.append(EncodedRows(tokens.astype(np.int32), mask, one, np.array([line], dtype=LINE), ()))
+            expected.append(i % 2 == 0)
+        folder = suite_folder(generated, suite.length, ByteTokenizer(), cache)
+        write_store(folder, samples, one)
+        shutil.copy(next(iter(suite.corpus.files)) / "questions.jsonl", folder)
+    words = [*ASKED, "data.long.seed=5", ONE, "--long"]
+    questions = scored(ranks(2), recipe, *words, alone=True)["long"]["questions"]
+    assert [question["right"] for question in questions] == expected and len(expected) == 12
 
 
 def test_tables_a_comparison_and_a_picture(ranks: Ranks, recipe: Path, alone: dict[str, Any]) -> None:

@@ -6,12 +6,15 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from sft.console import Console
 from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer, FolderTokenizer
+from sft.data.long import asking, compose
+from sft.data.long.asking import Asked
 from sft.data.long.suite import TEXTS, Suite, SuiteSettings, make_suites, open_suites, suite_folder
 from sft.data.long.tasks import TASKS
 from sft.errors import DataError
@@ -50,13 +53,24 @@ def test_a_sample_for_each_question_in_the_order_of_its_facts(tmp_path: Path) ->
         assert suite.corpus.longest <= suite.length
 
 
-def test_suites_are_made_once(tmp_path: Path) -> None:
+def test_suites_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first call tokenises: some texts for each question, until its length is right."""
+    tokenised: list[str] = []
+
+    def ask(question: str, *words: Any) -> Asked:
+        tokenised.append(question)
+        return asking.ask(question, *words)
+
+    monkeypatch.setattr(compose, "ask", ask)
     first, _ = suites(tmp_path)
+    assert 16 * 2 <= len(tokenised) <= 16 * 6  # 16 questions; the first two texts of each are 0 and 32 passages
+    tokenised.clear()
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     again, said = suites(tmp_path)
     assert said == "" and {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
     assert tokens(again) == tokens(first) and again[0].facts == first[0].facts
     assert tokens(open_suites(SMALL, BYTE, tmp_path)) == tokens(first)
+    assert tokenised == []
 
 
 def test_the_folder_depends_on_settings_and_tokenizer(

@@ -24,7 +24,7 @@ _PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
 _DISTRIBUTIONS = {"sft": "sft-megatron", **{name: name for name in _PACKAGES}}
 BASE = "base"  # the name of the field `Conditions.base`, in `not_compared`
 _TRAINED = ("train.freeze", "optim.name")  # keys that decide which states a checkpoint has
-_START_ONLY = ("model.hf", "model.init_from", "model.init_std", "lora.init_from")
+_START_ONLY = ("model.hf", "model.init_from", "model.init_std", "model.added_rows", "lora.init_from")
 # For keys whose default changes the behaviour of earlier runs: the value with the behaviour before the key existed.
 _BEFORE = {"data.supervise_inserted": False}
 _NOT_COMPUTED = ("lora.lr_ratio", "lora.export")  # keys of the group lora that do not change what the model computes

@@ -12,7 +12,7 @@ from pydantic import Field
 from sft.config.attention import AttentionConfig
 from sft.config.checkpoint import CheckpointConfig
 from sft.config.data import DataConfig, Input, NamedDataset, RowsConfig, SourceConfig
-from sft.config.lora import LoraConfig
+from sft.config.lora import LoraConfig, conflicts_of_rows
 from sft.config.low_bits import conflicts_of_base
 from sft.config.megatron_fields import REDUCED_MATMUL
 from sft.config.model import RANDOM, ModelConfig, RopeConfig
@@ -282,6 +282,7 @@ class Config(Section):
             yield from conflicts_of_base(self)
         if self.lora.is_used and self.train.freeze:
             yield "train.freeze", "has no effect with lora.rank, because LoRA freezes all weights; use []"
+        yield from conflicts_of_rows(self)
         if self.lora.is_used and self.lora.train_head and self.model.tie_embeddings:
             yield "lora.train_head", (
                 "cannot be used with model.tie_embeddings, because the output weight is the embedding; use "

@@ -90,6 +90,11 @@ class DataConfig(Section):
     """Questions about long texts, for `sft eval --long` and in a run."""
     tokenizer: Path | None = None
     """byte (built in), or a folder or hub name with a tokenizer; null: that of model.hf, or byte without model.hf."""
+    add_tokens: list[Annotated[str, StringConstraints(min_length=1)]] = []
+    """Tokens that the model does not have yet: they get the next ids, and rows of embedding and output weight.  Texts
+    of the data may contain them (docs/start/data.md, Add tokens)."""
+    add_special_tokens: list[Annotated[str, StringConstraints(min_length=1)]] = []
+    """The same for control tokens, after those of add_tokens: only templates write them; in texts they stay text."""
     chat_template: Path | None = None
     """Jinja file that replaces the chat template of the tokenizer."""
     chat_template_kwargs: dict[Variable, bool | int | float | str] = {}
@@ -137,6 +142,11 @@ class DataConfig(Section):
     """Plan file of `sft data plan --write`; null: a plan is computed from the data, run.seed and sizes."""
 
     @property
+    def new_tokens(self) -> list[str]:
+        """The tokens of add_tokens and add_special_tokens, in the order in which they get ids."""
+        return [*self.add_tokens, *self.add_special_tokens]
+
+    @property
     def sources(self) -> dict[str, SourceConfig]:
         """The named sources; empty if `train` is a list of files."""
         return self.train if isinstance(self.train, dict) else {}
@@ -178,6 +188,9 @@ class DataConfig(Section):
             date.fromisoformat(self.date)
         except ValueError:
             yield "date", "is a day that no calendar has; give a day such as 2026-01-01"
+        for key in ("add_tokens", "add_special_tokens"):
+            for token in dict.fromkeys(t for t in getattr(self, key) if self.new_tokens.count(t) > 1):
+                yield key, f"names {token} more than once in add_tokens and add_special_tokens; name it once"
         weighted = [name for name, source in self.sources.items() if source.weight is not None]
         counted = [name for name, source in self.sources.items() if source.epochs is not None]
         for name in self.sources:

@@ -22,6 +22,8 @@ _NAMES = {
     "data.seq_length": "max_length max_seq_length max_seq_len sequence_len cutoff_len model_max_length"
     " packed_sequence_size",
     "data.cache_dir": "dataset_prepared_path data_cache_path tokenized_path",
+    "data.add_tokens": "added_tokens tokens new_tokens",
+    "data.add_special_tokens": "additional_special_tokens new_special_tokens",
     "data.num_workers": "dataset_num_proc preprocessing_num_workers dataset_processes",
     "data.over_long": "truncation excess_length_strategy overflow_strategy truncation_mode",
     "data.pad_to_seq_length": "pad_to_sequence_len pad_to_max_length",
@@ -141,7 +143,8 @@ _REASONS = {
     " multipack_real_batches eval_sample_packing neat_packing pack packed enable_offline_packing packing_strategy"
     " padding_free eval_packing",
     "Evaluation needs files of its own: data.eval=FILE": "val_set_size val_size eval_split test_size",
-    "Special tokens come from the folder of the tokenizer": "special_tokens added_tokens tokens pad_token",
+    "data.add_tokens and data.add_special_tokens add tokens; roles such as pad_token come from the folder of the "
+    "tokenizer": "special_tokens pad_token",
     "An export is a folder on disk, which `hf upload` uploads": "push_to_hub hub_model_id hub_strategy hub_token",
     "The optimizer is optim.name, AdamW or Muon, and its keys are those of optim": "optimizer optim_args optimizer_name"
     " optim_target_modules",

@@ -3,13 +3,17 @@
 import math
 import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from sft.config.section import Path, Positive, Section
+from sft.config.section import NonNegative, Path, Positive, Section
+
+if TYPE_CHECKING:
+    from sft.config import Config
 
 ALL_LINEAR = "all-linear"
+TrainedRows = bool | Literal["added"] | Annotated[list[NonNegative], Field(min_length=1)]  # of a weight with ids
 _PATTERN = re.compile(r"[\w.*?\[\]!-]+")
 _PARAMETER = re.compile(r"\w+(\.\w+)*")
 
@@ -31,10 +35,11 @@ class LoraConfig(Section):
     """Modules without adapters, although targets names them; names or patterns."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) (rank-stabilised LoRA, arXiv:2312.03732)."""
-    train_embeddings: bool = False
-    """Also train the whole input embedding (PEFT: modules_to_save)."""
-    train_head: bool = False
-    """Also train the whole output weight (PEFT: modules_to_save)."""
+    train_embeddings: TrainedRows = False
+    """Also train the input embedding: true (whole, PEFT: modules_to_save), added (the rows of data.add_tokens), or the
+    rows with these ids (PEFT: trainable_token_indices)."""
+    train_head: TrainedRows = False
+    """Also train the output weight: true, added, or ids, as train_embeddings."""
     init_from: Path | None = None
     """Folder of a PEFT adapter that a new run continues; null: A is random and B is zero."""
     lr_ratio: Annotated[float, Field(gt=0.0)] = 1.0
@@ -62,6 +67,10 @@ class LoraConfig(Section):
             )
         if not self.targets and not self.target_parameters:
             yield "targets", "is empty, and so is target_parameters; name modules with adapters, such as all-linear"
+        for field in ("train_embeddings", "train_head"):
+            ids = getattr(self, field)
+            if isinstance(ids, list) and len({*ids}) < len(ids):
+                yield field, "names an id more than once; name each id once"
         for field in ("targets", "target_parameters", "exclude"):
             names = getattr(self, field)
             for i, name in enumerate(names):
@@ -81,3 +90,19 @@ class LoraConfig(Section):
             yield "exclude", f"names {', '.join(both)}, which targets name, too; remove it from one of them"
         elif ALL_LINEAR in self.exclude:
             yield "exclude", f"cannot be {ALL_LINEAR}; name the modules that shall have adapters in targets"
+
+
+def conflicts_of_rows(config: "Config") -> Iterator[tuple[str, str]]:
+    """Yields (key, reason) of each value that does not fit data.add_tokens, or that trains rows where none can be."""
+    adds, lora = bool(config.data.new_tokens), config.lora
+    tied = config.model.tie_embeddings
+    for field in ("train_embeddings", "train_head"):
+        value, is_needed = getattr(lora, field), lora.is_used and not (tied and field == "train_head")
+        if value == "added" and not adds:
+            yield f"lora.{field}", "is added, but no tokens are added; name them in data.add_tokens, or use true"
+        elif adds and is_needed and value is False:
+            yield f"lora.{field}", (
+                "is false, so the rows of data.add_tokens would never be trained; use added, or true for all rows"
+            )
+        if not isinstance(value, bool) and config.parallel.shards_gradients:
+            yield "parallel.shard", f"must be optimizer to train rows alone (lora.{field}); or train all rows: true"

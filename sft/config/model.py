@@ -139,6 +139,9 @@ class ModelConfig(Section):
     hf_read_once: bool = Field(False, json_schema_extra=UNREPORTED)
     """One rank reads each weight of `hf` and sends it to the other ranks that hold it; for a slow shared file
     system."""
+    added_rows: Literal["mean", "random"] = "mean"
+    """First values of the rows of data.add_tokens.  mean: the mean of the rows of the pieces that the token had before;
+    random: normal with standard deviation init_std."""
     base_dtype: Literal["as_stored", "nf4", "bf16"] = "bf16"
     """Frozen matrices of layers beside adapters.  as_stored: in the low bits in which `hf` stores them; nf4: 4 bits a
     number (NF4, as in QLoRA), quantised when they are loaded; bf16: in the precision of the run."""

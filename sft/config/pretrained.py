@@ -25,6 +25,19 @@ class HubSnapshot:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NewRow:
+    """A row of the embedding, and of the output weight, that a run adds to a model.
+
+    token   the text of the token
+    pieces  ids of the tokens as which the model's tokenizer wrote this text before
+    """
+
+    token_id: int
+    token: str
+    pieces: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Pretrained:
     """The folder of the model, and facts from its config.json that are not keys of a recipe.
 
@@ -34,6 +47,7 @@ class Pretrained:
     family         name of the table in sft/hf/families that has the model's tensors
     max_positions  length of the longest context that the model was trained on; None: config.json does not say
     stored_format  format in which the files store weights in low bits; None: they store none
+    new_rows       rows of data.add_tokens, which the files do not have, or have untrained
     """
 
     name: str
@@ -42,3 +56,4 @@ class Pretrained:
     family: str
     max_positions: int | None
     stored_format: WeightFormat | None = None
+    new_rows: tuple[NewRow, ...] = ()

@@ -151,11 +151,13 @@ class Trained:
     whole    the model's own weights that the optimizer updates; None: all weights of the model
     muon     the weights that Muon updates (optim.name = muon), by their keys in checkpoints, each with the rows of the
              projections that it consists of.  Muon also updates all factors of adapters
+    rows     for weights of `whole` of which only some rows are updated: key of the weight -> numbers of these rows
     """
 
     adapted: Sequence[AdaptedWeight] = ()
     whole: Sequence[Weight] | None = None
     muon: Mapping[str, tuple[Rows, ...]] = field(default_factory=dict)
+    rows: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     @cached_property
     def _whole(self) -> frozenset[tuple[str, tuple[int, ...]]]:
@@ -189,13 +191,17 @@ class Trained:
         """Whether the optimizer updates this weight, and not only its adapters."""
         return self.whole is None or (key, index) in self._whole
 
+    def _num_trained(self, weight: Weight) -> int:
+        rows = self.rows.get(weight.key)
+        return weight.size if rows is None else len(rows) * prod(weight.shape[1:])
+
     def describe(self, rank: int | None, num_parameters: int) -> str:
         """One line for `sft check`.  rank: rank of the adapters; num_parameters: parameters of the whole model
         `trained 43,646,976 in 252 adapters of rank 16 (0.53% of 8,190,735,360)`
         `trained 1,288,306,688, of which 43,646,976 in 252 adapters of rank 16 (15.73% of 8,190,735,360)`
         `trained 7,568,405,504 (92.40% of 8,190,735,360)`
         """
-        whole = num_parameters if self.whole is None else sum(weight.size for weight in self.whole)
+        whole = num_parameters if self.whole is None else sum(map(self._num_trained, self.whole))
         share = f"of {num_parameters:,}"
         if rank is None:
             return f"trained {whole:,} ({whole / num_parameters:.2%} {share})"

@@ -190,7 +190,7 @@ def surplus_note(model: ModelConfig, tokenizer_size: int) -> str | None:
     ids = f"id {rows:,} has" if tokenizer_size == rows + 1 else f"ids {rows:,} to {tokenizer_size - 1:,} have"
     return (
         f"the tokenizer has {tokenizer_size:,} ids, and the embedding {rows:,} rows (model.vocab_size): {ids} no row, "
-        "and data with them are refused"
+        "and data with them are refused; data.add_tokens gives them rows"
     )
 
 

@@ -29,7 +29,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 # Keys of model.rope that a recipe may not change.
 _NOT_POSITIONS = ("fraction", "skip_layers", "query_scale_beta", "window_base", "window_fraction")
 # Advice for a key that the recipe must not set, because config.json decides its value.
-_MORE = {"model.vocab_size": "  docs/start/data.md, Add tokens, shows how the model gets more rows."}
+_MORE = {"model.vocab_size": "  data.add_tokens gives the model rows for more tokens."}
 _MAX_BYTES = 1 << 20  # a larger file is probably a data file given by mistake
 _MAX_ADVISED = 50  # unknown keys for which similar keys are looked up, which takes up to a millisecond each
 
@@ -58,12 +58,23 @@ def parse_recipe(text: str, path: str, overrides: Sequence[str] = ()) -> Recipe:
         draft.take_override(override)
     draft.take_architecture()
     draft.take_mtp()
-    config = draft.validate()
+    validated = draft.validate()
+    config = _with_new_rows(validated)
+    if config.model.vocab_size != validated.model.vocab_size:
+        draft.origins["model.vocab_size"] = Origin("derived", text="data.add_tokens")
     origins = {key: Origin("default") for key in leaves() if not named(key)} | draft.origins
     for key, (_, source) in derived(config).items():
         if origins[key].kind == "default":
             origins[key] = Origin("derived", text=source)
     return Recipe(config=config, origins=origins, path=path, warnings=tuple(draft.warnings()))
+
+
+def _with_new_rows(config: Config) -> Config:
+    if not config.data.new_tokens:
+        return config
+    from sft.recipe.new_tokens import with_new_rows  # needs the tokenizer
+
+    return with_new_rows(config)
 
 
 def _read(path: str) -> str:

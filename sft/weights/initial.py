@@ -34,6 +34,7 @@ def load_initial(engine: "Engine", config: Config, console: Console) -> str:
     from sft.mcore import initial_weights
     from sft.mcore.checkpoint_io import engine_state
     from sft.weights.load import load_weights
+    from sft.weights.new_rows import set_new_rows
 
     model, control = config.model, engine.groups.control
     if model.init_from == RANDOM:
@@ -41,13 +42,16 @@ def load_initial(engine: "Engine", config: Config, console: Console) -> str:
         return f"random weights (seed {config.run.seed})"
     if model.init_from is not None:
         path = broadcast_from_rank0(partial(find_checkpoint, model.init_from), control)
+        broadcast_from_rank0(partial(_check_tokens, path, config), control)
         point = resume.verified(path, config.checkpoint.verify, engine.groups)
         engine_state.load_weights(engine, point.path)
         return f"the weights of {point.path} ({point.verification})"
     opened: list[Source] = []
     all_gather_objects(lambda: opened.append(_open(config, compare=engine.groups.rank == 0)), control)
     load_weights(engine, opened[0], console, read_once=model.hf_read_once)
-    return f"the weights of {_described(opened[0], config)}"
+    rows = model.pretrained.new_rows if model.pretrained else ()
+    all_gather_objects(lambda: set_new_rows(engine, opened[0], rows), control)
+    return f"the weights of {_described(opened[0], config)}{_described_rows(config)}"
 
 
 def describe(config: Config, vocab_size: int | None) -> str:
@@ -60,8 +64,9 @@ def describe(config: Config, vocab_size: int | None) -> str:
     if model.init_from == RANDOM:
         return f"random (seed {config.run.seed})"
     if model.init_from is None:
-        return _on_hub(config) or _described(_open(config), config)
+        return (_on_hub(config) or _described(_open(config), config)) + _described_rows(config)
     path = find_checkpoint(model.init_from)
+    _check_tokens(path, config)
     entries = manifest.read(path)
     if entries is not None:
         manifest.refuse(path, manifest.damage(path, entries, verify="size"))
@@ -105,6 +110,31 @@ def find_checkpoint(init_from: str) -> Path:
         f"{key} is a Hugging Face folder, but must be a Megatron checkpoint.  To start from the weights of this "
         f"folder: model.hf={init_from} model.init_from=null."
     )
+
+
+def _check_tokens(path: Path, config: Config) -> None:
+    """Raise CheckpointError unless the checkpoint has trained rows for the tokens that the recipe adds.
+
+    Its shapes do not show this, because an embedding may have as many rows of padding.
+    """
+    from sft.mcore.checkpoint_io import safe_reader
+
+    keys = ("data.add_tokens", "data.add_special_tokens")
+    recipe = (safe_reader.common_state(path).get("sft") or {}).get("recipe") or {}
+    now = [config.data.add_tokens, config.data.add_special_tokens]
+    if config.data.new_tokens and [recipe.get(key) or [] for key in keys] != now:
+        raise CheckpointError(
+            f"{path} has no rows for the tokens of data.add_tokens: the run that wrote it did not add them.  Export it "
+            "(`sft export`), and start from the exported folder: model.hf=FOLDER model.init_from=null."
+        )
+
+
+def _described_rows(config: Config) -> str:
+    """A text about the rows of data.add_tokens; "" without."""
+    rows = config.model.pretrained.new_rows if config.model.pretrained else ()
+    values = {"mean": "the mean of the pieces that its token had before", "random": "random"}[config.model.added_rows]
+    names = ", ".join(row.token for row in rows[:3]) + (f" and {len(rows) - 3:,} more" if len(rows) > 3 else "")
+    return f"; {len(rows):,} new {'row' if len(rows) == 1 else 'rows'} ({names}), each {values}" if rows else ""
 
 
 def _described(source: Source, config: Config) -> str:

@@ -40,10 +40,17 @@ def trained_weights(config: Config, vocab_size: int) -> Trained:
     muon = projections(mappings) if has_muon else {}
     if not lora.is_used:
         whole = unfrozen(config.train.freeze, family, model, mappings) if config.train.freeze else None
+        _check_added(config, None if whole is None else [weight.key for weight in whole])
         return Trained(whole=whole, muon=muon)
     keys = {EMBEDDING: lora.train_embeddings, HEAD: lora.train_head}
     whole = [_weight(mapping) for mapping in mappings if keys.get(mapping.key)]
-    return Trained(adapted=adapted_weights(config, mappings), whole=whole, muon=muon)
+    rows = {key: value for key, value in keys.items() if isinstance(value, list)}
+    if beyond := sorted({row for numbers in rows.values() for row in numbers if row >= vocab_size}):
+        raise ConfigError(
+            f"lora.train_embeddings or lora.train_head names the id {beyond[0]:,}, but the model has {vocab_size:,} "
+            "rows.  Name ids of the tokenizer, or added for those of data.add_tokens."
+        )
+    return Trained(adapted=adapted_weights(config, mappings), whole=whole, muon=muon, rows=rows)
 
 
 def projections(mappings: Iterable[TensorMapping]) -> dict[str, tuple[Rows, ...]]:
@@ -66,6 +73,19 @@ def projections(mappings: Iterable[TensorMapping]) -> dict[str, tuple[Rows, ...]
                     of_source.append((span.target, end))
             rows_of[mapping.key] = tuple(map(tuple, rows))
     return rows_of
+
+
+def _check_added(config: Config, trained: Sequence[str] | None) -> None:
+    """Raise ConfigError if train.freeze freezes the rows of data.add_tokens.
+
+    trained: keys of the trained weights; None: all weights are trained
+    """
+    needed = {EMBEDDING} if config.model.tie_embeddings else {EMBEDDING, HEAD}
+    if config.data.new_tokens and trained is not None and (frozen := sorted(needed.difference(trained))):
+        raise ConfigError(
+            f"train.freeze freezes {' and '.join(frozen)}, so the rows of data.add_tokens would never be trained.  "
+            "Do not freeze the embedding and the output weight, or remove data.add_tokens."
+        )
 
 
 def trained_names(config: Config, vocab_size: int) -> set[str]:

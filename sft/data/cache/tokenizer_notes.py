@@ -22,8 +22,11 @@ def say_notes(tokenizer: ChatTokenizer, files: Sequence[DataFile], console: Cons
     if isinstance(tokenizer, ByteTokenizer):
         return
     from sft.data.tokenizer.comparison import compare_with_transformers, losses
+    from sft.data.tokenizer.reading import read_tokenizer
 
     name, own = tokenizer.name, tokenizer.files
+    if own.new_ids:  # the files do not have these tokens
+        own = read_tokenizer(name, own.folder)
     compared = compare_with_transformers(name, own.folder, own, first_texts(files[0]))
     for note in (*own.notes, compared, losses(name, own), _appended(tokenizer)):
         if note:

@@ -4,6 +4,8 @@ A tokenizer may have more ids than the embedding has rows (Gemma 3 1B: 262,145 i
 contains none of the further ids.  A store records its largest id, so the check reads tokens only to name the row.
 """
 
+import json
+
 from sft.config import Config
 from sft.data.cache.corpus import Corpus
 from sft.data.chat.tokenizer import ChatTokenizer
@@ -33,7 +35,8 @@ def check_ids(config: Config, corpus: Corpus, tokenizer: ChatTokenizer) -> None:
     if config.model.hf is None:
         remedy = f"Set model.vocab_size to at least {tokenizer.vocab_size}"
     else:
-        remedy = "Remove from the row what gives this token, or enlarge the model (docs/start/data.md, Add tokens)"
+        name = tokenizer.decode([token])
+        remedy = f"Remove from the row what gives this token, or give it a row: data.add_tokens=[{json.dumps(name)}]"
         if config.data.tokenizer is not None:
             remedy += ", or use the model's own tokenizer (data.tokenizer=null)"
     raise DataError(

@@ -23,6 +23,7 @@ from sft.data.chat.habits import Habits, Vocabulary, learn
 from sft.data.chat.prompts import Prompts
 from sft.data.template.chat_template import ChatTemplate
 from sft.data.tokenizer.files import TokenizerFiles
+from sft.data.tokenizer.new_tokens import with_new_tokens
 from sft.data.tokenizer.reading import read_tokenizer
 from sft.data.tokenizer.text_tokenizer import TextTokenizer
 from sft.data.work import Meter, Work
@@ -201,7 +202,7 @@ def load_tokenizer(data: DataConfig, name: str | None = None, folder: Path | Non
 
 
 def _load_folder(name: str, folder: Path, data: DataConfig) -> FolderTokenizer:
-    files = read_tokenizer(name, folder)
+    files = with_new_tokens(name, read_tokenizer(name, folder), data)
     tokenizer = FolderTokenizer(
         name=name,
         files=files,

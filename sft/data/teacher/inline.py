@@ -49,7 +49,7 @@ def check_tokenizer(of_teacher: str, ids_digest: str, where: str = "") -> None:
         raise DataError(
             f"{where}the teacher's ids are of another tokenizer (digest {of_teacher[:12]}) than that of this recipe "
             f"({ids_digest[:12]}), so its distributions belong to other tokens.  Score with a teacher that has this "
-            "tokenizer."
+            "tokenizer, and with the same data.add_tokens."
         )
 
 

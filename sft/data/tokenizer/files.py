@@ -10,6 +10,7 @@ lacks, by the rules of transformers 5.  No code of a folder runs.
 """
 
 import json
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -40,6 +41,7 @@ class TokenizerFiles:
     templates        {"default": "{% for ...", "tool_use": ...}; empty if the folder has no chat template
     generation_ends  the tokens of eos_token_id in generation_config.json; empty if there are none
     notes            notes about these files for the user
+    new_ids          the id of each token of data.add_tokens and data.add_special_tokens
     has_mended_regex whether `mistral_regex.py` replaced the regex of the pre-tokenizer
     """
 
@@ -50,6 +52,7 @@ class TokenizerFiles:
     templates: dict[str, str] = field(default_factory=dict)
     generation_ends: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    new_ids: Mapping[str, int] = field(default_factory=dict)
     has_mended_regex: bool = False
     is_of_file: bool = True  # False: transformers made the tokenizer of other files than tokenizer.json
 

@@ -4,7 +4,7 @@ A weight is frozen (`requires_grad` is False) before core allocates buffers.  So
 optimizer state, and its gradient is not reduced over ranks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 
 from sft.layers.adapters import EMBEDDING, Trained
 from sft.mcore.modules.stored import sharded_tensors
+
+_ROWS = "trained_rows"  # attribute of a parameter: the numbers of its rows that are trained, if not all are
 
 
 def apply(chunk: Any, trained: Trained, *, keeps_graph: bool) -> None:
@@ -29,6 +31,29 @@ def apply(chunk: Any, trained: Trained, *, keeps_graph: bool) -> None:
         _require_input_gradient(chunk)
     for leaf in whole_leaves(chunk.sharded_state_dict(), trained):
         leaf.data.requires_grad_()
+        part = next(sharded_tensors([leaf]))
+        if (rows := trained.rows.get(part.key)) is not None:
+            first, end = part.global_offset[0], part.global_offset[0] + len(part.data)
+            setattr(leaf.data, _ROWS, [row - first for row in rows if first <= row < end])
+
+
+def trains_rows(param: Any) -> bool:
+    """Whether only some rows of a parameter are trained."""
+    return hasattr(param, _ROWS)
+
+
+def keep_trained_rows(chunks: Iterable[torch.nn.Module]) -> None:
+    """Set the gradients of the rows that are not trained to zero.
+
+    The rows then keep their values: Adam's moments stay zero, and `optimizer/build.py` gives them no weight decay.
+    Call this function after gradients were reduced over ranks, and before their norm is computed.
+    """
+    params: Iterator[Any] = (param for chunk in chunks for param in chunk.parameters())
+    for param in filter(trains_rows, params):
+        rows, gradient = getattr(param, _ROWS), param.main_grad
+        kept = gradient[rows].clone()
+        gradient.zero_()
+        gradient[rows] = kept
 
 
 def whole_leaves(state: Any, trained: Trained) -> Iterator[ShardedTensor | ShardedTensorFactory]:

@@ -22,7 +22,7 @@ from sft.config import Config, OptimConfig
 from sft.config.schedule import Schedule
 from sft.layers.adapters import Trained
 from sft.mcore import device as devices
-from sft.mcore.lora import adapted
+from sft.mcore.lora import adapted, freeze
 from sft.mcore.optimizer import inner, muon, offload
 from sft.mcore.process_groups import ProcessGroups
 from sft.mcore.sharding.core_buffers import ShardParameter
@@ -77,9 +77,12 @@ def _whole(param: Any) -> Any:
 
 
 def _without_decay() -> dict[ParamKey, ParamGroupOverride]:
-    """Biases and vectors, such as the weights of norms, have no weight decay."""
-    is_vector = ParamPredicate(name="vector", fn=lambda param: _whole(param).dim() == 1)
-    return {ParamKey(name="*.bias", predicate=is_vector): {"wd_mult": 0.0}}
+    """Biases and vectors, such as the weights of norms, have no weight decay; nor have weights of which only some rows
+    are trained."""
+    has_none = ParamPredicate(
+        name="vector or rows", fn=lambda param: _whole(param).dim() == 1 or freeze.trains_rows(_whole(param))
+    )
+    return {ParamKey(name="*.bias", predicate=has_none): {"wd_mult": 0.0}}
 
 
 def _rates(

@@ -18,7 +18,7 @@ from sft.hf.hub import CONFIG
 from sft.layers.adapters import EMBEDDING, HEAD
 from sft.weights.atomic_folder import copy_companions
 from sft.weights.export.model_card import write_model_card
-from sft.weights.export.original import describe_tokenizer, find_original
+from sft.weights.export.original import Original, describe_tokenizer, find_original
 from sft.weights.export.stored_adapters import A, B, StoredAdapters
 from sft.weights.lora.parameters import adapter_name, parameters
 from sft.weights.lora.peft import folder as peft_folder
@@ -27,7 +27,10 @@ from sft.weights.lora.peft.folder import Contents
 from sft.weights.lora.peft.parameter_names import target_parameters, wrapper_of
 from sft.weights.lora.peft.stacked import rows_in_file, stacked_a, stacked_b
 from sft.weights.lora.peft.targets import module_of
+from sft.weights.lora.peft.token_rows import TokenRows
 from sft.weights.torch_dist import TorchDistReader
+
+_KEYS = {EMBEDDING: "lora.train_embeddings", HEAD: "lora.train_head"}  # our weight -> the key that trains it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,18 +103,7 @@ def export_adapter(
         raise CheckpointError(f"{path} holds no adapters, although lora.rank = {recipe['lora.rank']} in its recipe.")
     modules = _Modules.of(adapters, base_model, has_vision=has_vision)
     saved = _saved(base_model, reader, has_vision=has_vision)
-    base, _, revision = original.name.partition("@")
-    config = AdapterConfig(
-        rank=recipe["lora.rank"],
-        alpha=recipe["lora.alpha"],
-        rslora=recipe["lora.rslora"],
-        base=base,
-        revision=original.commit or revision or None,
-        tied=bool(saved) and base_model.model.tie_embeddings,
-        target_parameters=modules.target_parameters,
-    )
-    table = dict.fromkeys(saved, (base_model.vocab_size, base_model.model.hidden_size))
-    contents = Contents(config=config, modules=modules.shapes, num_experts=modules.num_experts, saved=table)
+    contents = _contents(modules, saved, base_model, original, recipe)
     others = {module_of(name, has_vision=has_vision) for name in original.tensors or {}} - modules.shapes.keys()
 
     def write_others(folder: Path, entries: dict[str, Entry]) -> None:
@@ -135,6 +127,33 @@ def export_adapter(
     console.say(f"{exported}\n{describe_tokenizer(original, recipe)}")
 
 
+def _contents(
+    modules: _Modules, saved: Mapping[str, str], base: Architecture, original: Original, recipe: Mapping[str, Any]
+) -> Contents:
+    """Configuration and shapes of the folder.  saved: see `_saved`; base: the base model; recipe: that of the run"""
+    name, _, revision = original.name.partition("@")
+    is_tied, width = base.model.tie_embeddings, base.model.hidden_size
+    ids = {module: recipe.get(_KEYS[key]) for module, key in saved.items()}
+    whole = [module for module, rows in ids.items() if not isinstance(rows, list)]
+    by_rows = [module for module in ids if module not in whole][: 1 if is_tied else None]  # PEFT ties the other itself
+    config = AdapterConfig(
+        rank=recipe["lora.rank"],
+        alpha=recipe["lora.alpha"],
+        rslora=recipe["lora.rslora"],
+        base=name,
+        revision=original.commit or revision or None,
+        tied=bool(whole) and is_tied,
+        target_parameters=modules.target_parameters,
+    )
+    return Contents(
+        config=config,
+        modules=modules.shapes,
+        num_experts=modules.num_experts,
+        saved=dict.fromkeys(whole, (recipe.get("model.vocab_size") or base.vocab_size, width)),
+        rows={module: TokenRows(tuple(sorted(ids[module] or ())), width) for module in by_rows},
+    )
+
+
 def _saved(base: Architecture, reader: TorchDistReader, *, has_vision: bool) -> dict[str, str]:
     """The modules whose weights the run trained whole (embedding, output), and the keys of these in the checkpoint."""
     keys = {base.family.embedding: EMBEDDING, base.family.head: EMBEDDING if base.model.tie_embeddings else HEAD}
@@ -150,7 +169,7 @@ def _tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields key and value of each tensor of the PEFT file, in the order of `contents.shapes()`.
 
-    saved: module whose weight is trained whole -> key of this weight in the checkpoint
+    saved: module whose weight, or rows of it, are trained -> key of this weight in the checkpoint
     """
     sources = {
         key_of(module): (name, factor)
@@ -159,12 +178,19 @@ def _tensors(
     }
     values = {key: partial(adapters.read, *source) for key, source in sources.items()}
     for module, key in saved.items():
-        values[peft_folder.key_of_saved(module)] = partial(reader.read, key, [0, 0], contents.saved[module])
+        if module in contents.rows:
+            values[peft_folder.key_of_rows(module)] = partial(_rows, reader, key, contents.rows[module])
+        elif module in contents.saved:
+            values[peft_folder.key_of_saved(module)] = partial(reader.read, key, [0, 0], contents.saved[module])
     for module, mapping in modules.stack_of.items():
         values[peft_folder.key_of_a(module)] = partial(_stacked, adapters, mapping, A)
         values[peft_folder.key_of_b(module)] = partial(_stacked, adapters, mapping, B)
     for key in contents.shapes():
         yield key, values[key]()
+
+
+def _rows(reader: TorchDistReader, key: str, rows: TokenRows) -> torch.Tensor:
+    return torch.cat([reader.read(key, [token_id, 0], [1, rows.width]) for token_id in rows.ids])
 
 
 def _stacked(adapters: StoredAdapters, mapping: TensorMapping, factor: str) -> torch.Tensor:

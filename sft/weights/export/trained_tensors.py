@@ -42,19 +42,23 @@ def model_tensors(
 ) -> dict[str, TrainedTensor]:
     """All tensors except those that are passed through, by name.  path: the checkpoint, for error messages
 
-    Raises CheckpointError if the names or shapes differ from those of the original.
+    Raises CheckpointError if the names or shapes, without added rows, differ from those of the original.
     """
-    family, vocab_size = imported.family, model.vocab_size or imported.vocab_size
     expected = original.tensors or {}
-    family = family.stored_as({name: tensor.shape for name, tensor in expected.items()}, model, vocab_size)
-    views = views_by_tensor(family.mappings(model, vocab_size))
-    tensors = {tensor.name: TrainedTensor(tensor.shape, parts) for tensor, parts in views.items()}
-    copies = family.copies(model)
-    tensors |= {name: tensors[copies[name]] for name in expected if expected[name].role == "tied copy"}
+    of_original = {name: tensor.shape for name, tensor in expected.items()}
+    family = imported.family.stored_as(of_original, model, imported.vocab_size)
+    copies = {name: copy for name, copy in family.copies(model).items() if name in expected}
+    copies = {name: copy for name, copy in copies.items() if expected[name].role == "tied copy"}
     if original.tensors is not None:
+        before = {tensor.name: tensor.shape for tensor in views_by_tensor(family.mappings(model, imported.vocab_size))}
+        before |= {name: before[copy] for name, copy in copies.items()}
         wanted = {name: tensor.shape for name, tensor in expected.items() if tensor.role != "passed through"}
-        check_tensors({name: tensor.shape for name, tensor in tensors.items()}, wanted, f"the model of {path}")
-    return tensors
+        check_tensors(before, wanted, f"the model of {path}")
+    views = views_by_tensor(
+        family.mappings(model, model.vocab_size or imported.vocab_size)
+    )  # data.add_tokens adds rows
+    tensors = {tensor.name: TrainedTensor(tensor.shape, parts) for tensor, parts in views.items()}
+    return tensors | {name: tensors[copy] for name, copy in copies.items()}
 
 
 def check_stored(reader: TorchDistReader, tensors: Iterable[TrainedTensor], path: Path) -> None:

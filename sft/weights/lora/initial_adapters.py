@@ -20,11 +20,13 @@ from sft.hf.model_family import model_family
 from sft.layers.adapters import EMBEDDING, HEAD, Trained, names_of
 from sft.parallel.collectives import all_gather_objects
 from sft.weights.lora import merged_adapters
+from sft.weights.lora.initial_rows import row_parts, rows_of
 from sft.weights.lora.matched import Matched, match, shown
-from sft.weights.lora.peft import folder
+from sft.weights.lora.peft import folder, token_rows
 from sft.weights.lora.peft.config import disagreements
 from sft.weights.lora.peft.stacked import rows_in_file, stacked_part
 from sft.weights.lora.peft.targets import module_of
+from sft.weights.lora.peft.token_rows import TokenRows
 
 if TYPE_CHECKING:
     from sft.mcore.engine import Engine
@@ -41,10 +43,14 @@ class Opened:
     module_of: Mapping[str, str]  # name of an adapter (see `Matched`) -> its module in the folder
     stacks: Mapping[str, TensorMapping]  # name of an adapter of stacked experts -> mapping of its first expert
     whole: Mapping[str, str]  # key of our weight that is trained whole -> its module in the folder
+    rows: Mapping[str, str]  # key of our weight of which rows are trained -> its module in the folder
 
     def describe(self) -> str:
         """A text for the log, such as "out/adapter: 252 adapters of rank 16; 166 MiB"."""
         whole = "".join(f", {module}" for module in self.whole.values())
+        whole += "".join(
+            f", {len(self.adapter.contents.rows[module].ids):,} rows of {module}" for module in self.rows.values()
+        )
         adapters = f"{len(self.module_of):,} adapters of rank {self.adapter.contents.config.rank}"
         return f"{self.name}: {adapters}{whole}; {size(self.adapter.num_bytes)}"
 
@@ -110,15 +116,18 @@ def as_in_folder(config: Config, source: str) -> LoraConfig:
         return config.lora.model_copy(update={"init_from": source})
     stored, family = adapter.contents.config, _family(source, config)
     matched = match(source, adapter, family, config)
-    whole = _whole(source, adapter, family, config)
+    trained: dict[str, bool | list[int]] = {key: True for key in _whole(source, adapter, family, config)}
+    trained |= {
+        key: [*adapter.contents.rows[module].ids] for key, module in rows_of(source, adapter, family, config).items()
+    }
     return LoraConfig(
         rank=stored.rank,
         alpha=stored.alpha,
         rslora=stored.rslora,
         targets=matched.targets,
         target_parameters=matched.parameters,
-        train_embeddings=EMBEDDING in whole,
-        train_head=HEAD in whole,
+        train_embeddings=trained.get(EMBEDDING, False),
+        train_head=trained.get(HEAD, False),
         init_from=source,
     )
 
@@ -154,12 +163,16 @@ def _open(config: Config, trained: Trained, *, compare: bool = True) -> Opened:
     }
     _compare(source, shapes.keys(), matched)
     whole = _whole(source, adapter, family, config)
-    _compare_whole(source, whole.keys(), config.lora)
+    rows = rows_of(source, adapter, family, config)
+    ids = {key: [*adapter.contents.rows[module].ids] for key, module in rows.items()}
+    _compare_whole(source, {**dict.fromkeys(whole, True), **ids}, config.lora)
     sizes = {weight.key: weight.shape for weight in trained.whole or ()}
     saved = {module: sizes[key] for key, modules in whole.items() for module in modules}
+    width = config.model.hidden_size
+    of_rows = {module: TokenRows(adapter.contents.rows[module].ids, width) for module in rows.values()}
     try:
         num_experts = {by_name[name]: config.model.moe.num_experts or 0 for name in matched.stacks}
-        adapter.check({by_name[name]: shape for name, shape in shapes.items()}, saved, num_experts)
+        adapter.check({by_name[name]: shape for name, shape in shapes.items()}, saved, num_experts, of_rows)
     except CheckpointError as error:
         raise CheckpointError(f"{error}\n  Use an adapter of the model that model.hf names.") from None
     if config.model.pretrained is not None and config.model.init_from is None:
@@ -168,7 +181,7 @@ def _open(config: Config, trained: Trained, *, compare: bool = True) -> Opened:
         for copy in copies:
             adapter.check_equal(module, copy)
     first = {key: modules[0] for key, modules in whole.items()}
-    return Opened(name=source, adapter=adapter, module_of=by_name, stacks=matched.stacks, whole=first)
+    return Opened(name=source, adapter=adapter, module_of=by_name, stacks=matched.stacks, whole=first, rows=rows)
 
 
 def _family(source: str, config: Config) -> Family:
@@ -208,17 +221,23 @@ def _whole(source: str, adapter: folder.PeftAdapter, family: Family, config: Con
     return whole
 
 
-def _compare_whole(source: str, stored: Set[str], lora: LoraConfig) -> None:
-    """Raise ConfigError unless the recipe trains exactly the weights `stored` whole.
+def _compare_whole(source: str, stored: Mapping[str, bool | list[int]], lora: LoraConfig) -> None:
+    """Raise ConfigError unless the recipe trains exactly the weights and rows `stored`.
 
-    stored: keys of our weights that the folder has whole
+    stored: for keys of our weights, True if the folder has the weight whole, or the ids of its rows
     """
-    if any(getattr(lora, field) is not (key in stored) for key, field in _KEYS.items()):
-        shown = [f"lora.{field}={str(key in stored).lower()}" for key, field in _KEYS.items()]
+    values = {field: stored.get(key, False) for key, field in _KEYS.items()}
+    if any(_ids(getattr(lora, field)) != _ids(value) for field, value in values.items()):
+        as_keys = [f"lora.{field}={str(value).lower().replace(' ', '')}" for field, value in values.items()]
         raise ConfigError(
-            f"{source} holds {'other' if stored else 'no'} whole weights (modules_to_save) than the recipe trains.  To "
-            f"continue it: {' '.join(shown)}."
+            f"{source} holds {'other' if stored else 'no'} whole weights (modules_to_save) or rows "
+            f"({token_rows.OPTION}) than the recipe trains.  To continue it: {' '.join(as_keys)}."
         )
+
+
+def _ids(rows: object) -> object:
+    """The ids in any order, for a comparison; true and false stay as they are."""
+    return {*rows} if isinstance(rows, list) else rows
 
 
 def _compare(source: str, wanted: Set[str], matched: Matched) -> None:
@@ -264,9 +283,13 @@ def _parts(engine: "Engine", opened: Opened) -> Iterator[folder.AdapterPart]:
                 continue
             rows = rows_in_file(stacked.sources) if factor == "lora_B" else None
             yield folder.AdapterPart(key, *stacked_part(where, shard.global_shape, rows, shard.data.detach()))
-    leaves = list(freeze.whole_leaves(engine_state.model_state(engine), engine.trained)) if opened.whole else []
+    has_any = opened.whole or opened.rows
+    leaves = list(freeze.whole_leaves(engine_state.model_state(engine), engine.trained)) if has_any else []
     whole, parts = held(engine.chunks, leaves)
     for shard in (*whole, *parts):
+        if shard.key in opened.rows:
+            yield from row_parts(shard, opened.rows[shard.key], opened.adapter.contents)
+            continue
         module = opened.whole[shard.key]
         num_rows, _ = opened.adapter.contents.saved[module]
         row, column = shard.global_offset

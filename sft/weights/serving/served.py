@@ -31,6 +31,8 @@ class Served:
     eos_token: str | None = None  # replaces eos_token of the tokenizer; None: eos_token stays as it is
     row_switches: tuple[str, ...] = ()  # names of template variables that rows give themselves
     is_other: bool = False  # whether the tokenizer is not that of model.hf
+    new_ids: Mapping[str, int] = field(default_factory=dict)  # ids of data.add_tokens and data.add_special_tokens
+    new_special: tuple[str, ...] = ()  # those of data.add_special_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +88,8 @@ def served_of(config: Config, tokenizer: ChatTokenizer, row_switches: Sequence[s
         eos_token=turn_ends[0] if replaces_eos else None,
         row_switches=tuple(row_switches),
         is_other=config.tokenizer != config.model.hf,
+        new_ids=tokenizer.files.new_ids,
+        new_special=tuple(config.data.add_special_tokens),
     )
 
 

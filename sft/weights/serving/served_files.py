@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from sft.data.limited import call
 from sft.data.tokenizer.comparison import compare_with_transformers
 from sft.data.tokenizer.mistral_regex import is_of_a_converter, mend
+from sft.data.tokenizer.new_tokens import write_new_tokens
 from sft.data.tokenizer.reading import read_tokenizer
 from sft.errors import CheckpointError, DataError
 from sft.weights.atomic_folder import COMPANIONS, copy_companions
@@ -40,6 +41,7 @@ def write(folder: Path, served: Served | None) -> Record | None:
     _remove(folder, _OF_TOKENIZER)
     copy_companions(served.tokenizer_folder, folder, _OF_TOKENIZER)
     _mend(served.tokenizer_folder, folder)
+    write_new_tokens(folder, served.new_ids, served.new_special)
     made = _made(served)
     texts = {name: template.source for name, template in made.items()}
     if texts != served.own_templates:

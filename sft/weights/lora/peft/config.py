@@ -14,13 +14,22 @@ from typing import Any
 from sft.config.lora import LoraConfig
 from sft.errors import CheckpointError
 from sft.files.folder_files import CONFIG_BYTES, read_json
+from sft.weights.lora.peft import token_rows
 from sft.weights.lora.peft.targets import expert_options
+from sft.weights.lora.peft.token_rows import TokenRows
 
 CONFIG = "adapter_config.json"
 _READ = ("peft_type", "task_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "init_lora_weights")
 # Options that do not change the computation, or that name the modules with adapters, which the tensors name as well.
 _FREE = {
-    *("target_modules", "exclude_modules", "modules_to_save", "ensure_weight_tying", "base_model_name_or_path"),
+    *(
+        "target_modules",
+        "exclude_modules",
+        "trainable_token_indices",
+        "modules_to_save",
+        "ensure_weight_tying",
+        "base_model_name_or_path",
+    ),
     *("revision", "auto_mapping", "inference_mode", "peft_version", "megatron_core", "layers_pattern"),
     *("qalora_group_size", "eva_config"),
 }
@@ -37,7 +46,6 @@ _WHY = {
     "lora_bias": "biases are not trained",
     "megatron_config": "it is for models of Megatron in PEFT",
     "loftq_config": "LoftQ quantises the base weights",
-    "trainable_token_indices": "rows of the embedding are not trained alone",
     "fan_in_fan_out": "its weights are transposed",
     "corda_config": "CorDA changes the base weights",
     "lora_ga_config": "LoRA-GA changes the base weights",
@@ -61,9 +69,16 @@ class AdapterConfig:
 
 
 def content_of(
-    config: AdapterConfig, adapted: Iterable[str], saved: Iterable[str], target_modules: list[str]
+    config: AdapterConfig,
+    adapted: Iterable[str],
+    saved: Iterable[str],
+    target_modules: list[str],
+    rows: Mapping[str, TokenRows],
 ) -> dict[str, Any]:
-    """The content of adapter_config.json.  adapted: modules with adapters; saved: modules that are trained whole"""
+    """The content of adapter_config.json.
+
+    adapted: modules with adapters; saved: modules that are trained whole; rows: modules of which rows are trained
+    """
     alpha = int(config.alpha) if float(config.alpha).is_integer() else config.alpha  # PEFT's type is int
     return {
         "peft_type": "LORA",
@@ -82,6 +97,7 @@ def content_of(
         "target_modules": target_modules,
         "modules_to_save": sorted(saved) or None,
         "ensure_weight_tying": config.tied,
+        **token_rows.option_of(rows, "embed_tokens"),
         **expert_options(adapted, config.rank, alpha),
         **({"target_parameters": list(config.target_parameters)} if config.target_parameters else {}),
     }

@@ -25,8 +25,10 @@ from sft.hf.safetensors_files import DTYPES, as_checkpoint_error
 from sft.hf.safetensors_writer import write_tensors
 from sft.hf.tensor_check import Shape, check_tensors, fold_by_layer
 from sft.weights.atomic_folder import new_folder
+from sft.weights.lora.peft import token_rows
 from sft.weights.lora.peft.config import CONFIG, AdapterConfig, content_of, modules_to_save, parsed, read_config
 from sft.weights.lora.peft.targets import endings, is_of_one_expert, lost_by_peft, target_modules
+from sft.weights.lora.peft.token_rows import TokenRows
 
 STEM = "adapter_model"
 WEIGHTS = f"{STEM}.safetensors"
@@ -43,6 +45,7 @@ class Contents:
     # Module whose weight is a parameter in target_parameters -> number of experts; 1 for a router.
     num_experts: Mapping[str, int] = field(default_factory=dict)
     saved: Mapping[str, Shape] = field(default_factory=dict)  # module whose weight is trained whole -> its shape
+    rows: Mapping[str, TokenRows] = field(default_factory=dict)  # module of which only some rows are trained
 
     def shapes(self) -> dict[str, Shape]:
         """The shapes of the tensors in the order of the file: base_model.model.q_proj.lora_A.weight -> (rank, in)"""
@@ -51,6 +54,7 @@ class Contents:
             rank = self.config.rank * self.num_experts.get(module, 1)
             shapes[key_of_a(module)], shapes[key_of_b(module)] = (rank, num_columns), (num_rows, rank)
         shapes |= {key_of_saved(module): shape for module, shape in self.saved.items()}
+        shapes |= {key_of_rows(module): (len(rows.ids), rows.width) for module, rows in self.rows.items()}
         return dict(sorted(shapes.items()))
 
 
@@ -64,6 +68,10 @@ def key_of_b(module: str) -> str:
 
 def key_of_saved(module: str) -> str:
     return f"{_PREFIX}{module}{_WEIGHT}"
+
+
+def key_of_rows(module: str) -> str:
+    return f"{_PREFIX}{module}{token_rows.SUFFIX}"
 
 
 def write(
@@ -90,7 +98,7 @@ def write(
         raise CheckpointError(f"{target} was not written: {reason}.  Export the merged model instead.")
     planned = {key: torch.empty(shape, dtype=dtype, device="meta") for key, shape in contents.shapes().items()}
     endings = target_modules(contents.modules.keys() - contents.num_experts.keys(), others)
-    content = content_of(contents.config, contents.modules, contents.saved, endings)
+    content = content_of(contents.config, contents.modules, contents.saved, endings, contents.rows)
     with new_folder(target, sum(tensor.nbytes for tensor in planned.values())) as temporary:
         (temporary / CONFIG).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         entries, _ = write_tensors(
@@ -160,12 +168,14 @@ class PeftAdapter:
         modules: Mapping[str, tuple[int, int]],
         saved: Mapping[str, Shape],
         num_experts: Mapping[str, int] = MappingProxyType({}),
+        rows: Mapping[str, TokenRows] = MappingProxyType({}),
     ) -> None:
         """Raise CheckpointError unless the tensors are those of an adapter with these modules.
 
-        modules, saved, num_experts: as in `Contents`
+        modules, saved, num_experts, rows: as in `Contents`
         """
-        wanted = Contents(config=self.contents.config, modules=modules, saved=saved, num_experts=num_experts)
+        config = self.contents.config
+        wanted = Contents(config=config, modules=modules, saved=saved, num_experts=num_experts, rows=rows)
         check_tensors(self.contents.shapes(), wanted.shapes(), str(self.file))
 
     @contextmanager
@@ -198,9 +208,14 @@ def read(folder: Path) -> PeftAdapter:
     tied = {"lm_head"} if names and content.get("ensure_weight_tying") else set()  # PEFT trains a tied output weight
     whole = {key: _names_of(key, names | tied) for key in shapes.keys() - keys}
     saved = {key: shape for key, shape in shapes.items() if whole.get(key)}
+    by_rows = {key.removesuffix(token_rows.SUFFIX): key for key in shapes if key.endswith(token_rows.SUFFIX)}
+    of_rows = {module.removeprefix(_PREFIX): shapes[key] for module, key in by_rows.items()}
+    rows, wrong = token_rows.read_rows(content.get(token_rows.OPTION), of_rows)
+    problems += wrong
     problems += [f"{line} is missing" for line in fold_by_layer(sorted(keys - shapes.keys()))]
     problems += [
-        f"{line} is no part of a LoRA adapter" for line in fold_by_layer(sorted(shapes.keys() - keys - saved.keys()))
+        f"{line} is no part of a LoRA adapter"
+        for line in fold_by_layer(sorted(shapes.keys() - keys - saved.keys() - {*by_rows.values()}))
     ]
     if not adapted:
         problems.append(f"{WEIGHTS} holds no pair of factors A and B")
@@ -215,7 +230,7 @@ def read(folder: Path) -> PeftAdapter:
         raise CheckpointError(f"{folder} is an adapter that cannot be continued: {reasons}.")
     modules = {module: (shapes[key_of_b(module)][0], shapes[key_of_a(module)][1]) for module in sorted(adapted)}
     whole_shapes = {_saved_module(key): shape for key, shape in saved.items()}
-    contents = Contents(config=config, modules=modules, num_experts=num_experts, saved=whole_shapes)
+    contents = Contents(config=config, modules=modules, num_experts=num_experts, saved=whole_shapes, rows=rows)
     return PeftAdapter(file=file, num_bytes=file.stat().st_size, contents=contents, dtypes=frozenset(dtypes))
 
 

@@ -84,7 +84,7 @@ data: {{train: a.jsonl, eval: a.jsonl, seq_length: 64, num_workers: 1}}
 train: {{num_steps: 1, global_batch_size: 1}}
 """
 NO_ROW = "(id 258), but the embedding has only 250 rows (model.vocab_size).  "
-ENLARGE = "Remove from the row what gives this token, or enlarge the model (docs/start/data.md, Add tokens)"
+ENLARGE = 'Remove from the row what gives this token, or give it a row: data.add_tokens=["<|im_end|>"]'
 
 
 @pytest.fixture
@@ -125,25 +125,14 @@ def test_no_key_changes_the_rows_of_a_model(capsys: pytest.CaptureFixture[str]) 
     assert main(["check", "a.yaml", "model.vocab_size=259"]) == 2
     assert capsys.readouterr().err == (
         "ConfigError: model.vocab_size = 259 (command line: model.vocab_size=259), but model/config.json, vocab_size "
-        "says 250.  Remove model.vocab_size.  docs/start/data.md, Add tokens, shows how the model gets more rows.\n"
+        "says 250.  Remove model.vocab_size.  data.add_tokens gives the model rows for more tokens.\n"
     )
 
 
-def test_tokens_are_added_as_the_page_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The model has 259 rows, and 260 rows after the program of docs/start/data.md."""
-    page = (Path(__file__).resolve().parents[4] / "docs/start/data.md").read_text()
-    program = page.split("### Add tokens")[1].split("```python\n")[1].split("```")[0]
-    monkeypatch.chdir(tmp_path)
-    make(Path("model"))
-    Path("a.yaml").write_text(
-        "run: {dir: runs/a, device: cpu}\nmodel: {hf: model}\noptim: {lr: 1e-5}\n"
-        "data: {train: a.jsonl, seq_length: 64, num_workers: 1}\ntrain: {num_steps: 1, global_batch_size: 1}\n"
-    )
-    Path("a.jsonl").write_text('{"input_ids": [5, 6, 259, 7], "loss_mask": [0, 1, 1, 1]}\n')
-    assert main(["check", "a.yaml"]) == 2
-    exec(compile(program, "data.md", "exec"), {})
-    capsys.readouterr()
-    assert main(["check", "a.yaml", "model.hf=enlarged"]) == 0
-    assert "with a vocabulary of 260\n" in capsys.readouterr().out
+@pytest.mark.usefixtures("model_of_250_rows")
+def test_the_key_that_the_refusal_names_gives_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    """All ids of the tokenizer get rows, also those that the key does not name."""
+    Path("a.yaml").write_text(RECIPE.format(model=FOLDER))
+    Path("a.jsonl").write_text(_row(5, 249, 258, 7))
+    assert main(["check", "a.yaml", 'data.add_tokens=["<|im_end|>"]']) == 0
+    assert "with a vocabulary of 259\n" in capsys.readouterr().out

@@ -1,0 +1,40 @@
+"""Finds the rows of the embedding and of the output weight that a PEFT folder trains alone."""
+
+from collections.abc import Iterator
+
+from sft.config import Config
+from sft.errors import CheckpointError
+from sft.hf.family import Family
+from sft.layers.adapters import EMBEDDING, HEAD
+from sft.weights.load import Shard
+from sft.weights.lora.matched import shown
+from sft.weights.lora.peft import folder, token_rows
+from sft.weights.lora.peft.targets import module_of
+
+
+def rows_of(source: str, adapter: folder.PeftAdapter, family: Family, config: Config) -> dict[str, str]:
+    """The modules of the folder of which rows are trained, by the key of our weight.
+
+    Raises CheckpointError for rows of another weight, or of a tied output weight.
+    """
+    has_vision = family.text_config != "none"
+    keys = {module_of(family.embedding, has_vision=has_vision): EMBEDDING}
+    if not config.model.tie_embeddings:
+        keys[module_of(family.head, has_vision=has_vision)] = HEAD
+    stored = {module_of(module, has_vision=has_vision): module for module in adapter.contents.rows}
+    if unknown := sorted(stored.keys() - keys.keys()):
+        raise CheckpointError(
+            f"{source} holds rows of {shown(unknown)} ({token_rows.OPTION}), but this trainer trains rows only of the "
+            "embedding, and of an output weight that is not tied to it.  Use an adapter without them."
+        )
+    return {keys[name]: module for name, module in stored.items()}
+
+
+def row_parts(shard: Shard, module: str, contents: folder.Contents) -> Iterator[folder.AdapterPart]:
+    """The rows of the folder that `shard` holds."""
+    first, column = shard.global_offset
+    for number, token_id in enumerate(contents.rows[module].ids):
+        if first <= token_id < first + len(shard.data):
+            where = slice(number, number + 1), slice(column, column + shard.data.shape[1])
+            own = shard.data[token_id - first : token_id - first + 1]
+            yield folder.AdapterPart(folder.key_of_rows(module), where, own)

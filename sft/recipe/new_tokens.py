@@ -49,7 +49,7 @@ def with_new_rows(config: Config) -> Config:
                 f"model.added_rows = mean: the tokenizer of {name} wrote {new_tokens.listed(without)} without any "
                 "pieces before, so there is no row to take a mean of.  Use model.added_rows = random."
             )
-        new_rows = tuple(NewRow(token_id=token_id, token=rows[token_id], pieces=pieces[token_id]) for token_id in sorted(rows))
+        new_rows = tuple(NewRow(token_id=i, token=rows[i], pieces=pieces[i]) for i in sorted(rows))
         model = model.model_copy(update={"pretrained": replace(model.pretrained, new_rows=new_rows)})
     ids = sorted(rows) or sorted(files.new_ids.values())
     lora = config.lora.model_copy(update={field: ids for field in _ROWS if getattr(config.lora, field) == "added"})

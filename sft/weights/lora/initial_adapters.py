@@ -228,10 +228,12 @@ def _compare_whole(source: str, stored: Mapping[str, bool | list[int]], lora: Lo
     """
     values = {field: stored.get(key, False) for key, field in _KEYS.items()}
     if any(_ids(getattr(lora, field)) != _ids(value) for field, value in values.items()):
+        has_rows = any(isinstance(value, list) for value in values.values())
+        kinds = f"rows ({token_rows.OPTION})" if has_rows else "whole weights (modules_to_save)"
         as_keys = [f"lora.{field}={str(value).lower().replace(' ', '')}" for field, value in values.items()]
         raise ConfigError(
-            f"{source} holds {'other' if stored else 'no'} whole weights (modules_to_save) or rows "
-            f"({token_rows.OPTION}) than the recipe trains.  To continue it: {' '.join(as_keys)}."
+            f"{source} holds {'other' if stored else 'no'} {kinds} than the recipe trains.  To continue it: "
+            f"{' '.join(as_keys)}."
         )
 
 

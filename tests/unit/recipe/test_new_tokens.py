@@ -1,4 +1,4 @@
-"""data.add_tokens: ids are those of transformers, rows know their pieces, and wrong tokens are refused by `sft check`."""
+"""Tokens that a recipe adds: ids are those of transformers, rows know their pieces, wrong tokens are refused."""
 
 import json
 from pathlib import Path

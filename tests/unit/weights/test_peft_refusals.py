@@ -79,7 +79,12 @@ def test_the_folder_of_these_tests_is_read(folder: Path) -> None:
         ("lora_bias", True, "lora_bias = true is not supported: biases are not trained"),
         ("megatron_config", {"tp": 2}, 'megatron_config = {"tp": 2} is not supported'),
         ("loftq_config", {"loftq_bits": 4}, 'loftq_config = {"loftq_bits": 4} is not supported: LoftQ quantises'),
-        ("trainable_token_indices", [3], "trainable_token_indices = [3] is not supported"),
+        (
+            "trainable_token_indices",
+            [3],
+            "the file of tensors lacks rows of a module for trainable_token_indices = [3]",
+        ),
+        ("trainable_token_indices", [3, 3], "trainable_token_indices = [3, 3] is neither a list of different ids"),
         ("fan_in_fan_out", True, "fan_in_fan_out = true is not supported: its weights are transposed"),
         ("use_magic", 1, "use_magic = 1 is not supported: this trainer does not know what it means"),
         ("r", 0, "r = 0 is not a whole number of at least 1"),

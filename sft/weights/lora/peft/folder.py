@@ -212,10 +212,12 @@ def read(folder: Path) -> PeftAdapter:
     of_rows = {module.removeprefix(_PREFIX): shapes[key] for module, key in by_rows.items()}
     rows, wrong = token_rows.read_rows(content.get(token_rows.OPTION), of_rows)
     problems += wrong
+    # PEFT also saves the frozen weight if transformers enlarged it.
+    of_row_modules = {*by_rows.values(), *(module + token_rows.FROZEN_SUFFIX for module in by_rows)}
     problems += [f"{line} is missing" for line in fold_by_layer(sorted(keys - shapes.keys()))]
     problems += [
         f"{line} is no part of a LoRA adapter"
-        for line in fold_by_layer(sorted(shapes.keys() - keys - saved.keys() - {*by_rows.values()}))
+        for line in fold_by_layer(sorted(shapes.keys() - keys - saved.keys() - of_row_modules))
     ]
     if not adapted:
         problems.append(f"{WEIGHTS} holds no pair of factors A and B")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from sft.weights.lora.peft.targets import endings
 
 OPTION = "trainable_token_indices"
-SUFFIX = ".token_adapter.trainable_tokens_delta"
+SUFFIX, FROZEN_SUFFIX = ".token_adapter.trainable_tokens_delta", ".token_adapter.base_layer.weight"
 
 
 class TokenRows(NamedTuple):
@@ -47,7 +47,7 @@ def read_rows(option: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[
     for name, ids in by_name.items():
         modules = [module for module in shapes if not name or name in endings(module)]
         if len(modules) != 1 or len(shapes[modules[0]]) != 2 or shapes[modules[0]][0] != len(ids):
-            problems.append(f"the file of tensors does not have {len(ids):,} rows of {name or 'one module'} ({OPTION})")
+            problems.append(f"the file of tensors lacks rows of {name or 'a module'} for {OPTION} = {ids}")
         else:
             rows[modules[0]] = TokenRows(tuple(ids), shapes[modules[0]][1])
     unnamed = shapes.keys() - rows.keys() if not problems else ()

@@ -1,15 +1,18 @@
 """Finds the rows of the embedding and of the output weight that a PEFT folder trains alone."""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from sft.config import Config
 from sft.errors import CheckpointError
 from sft.hf.family import Family
 from sft.layers.adapters import EMBEDDING, HEAD
-from sft.weights.load import Shard
 from sft.weights.lora.matched import shown
 from sft.weights.lora.peft import folder, token_rows
 from sft.weights.lora.peft.targets import module_of
+
+if TYPE_CHECKING:
+    from sft.weights.load import Shard
 
 
 def rows_of(source: str, adapter: folder.PeftAdapter, family: Family, config: Config) -> dict[str, str]:
@@ -30,7 +33,7 @@ def rows_of(source: str, adapter: folder.PeftAdapter, family: Family, config: Co
     return {keys[name]: module for name, module in stored.items()}
 
 
-def row_parts(shard: Shard, module: str, contents: folder.Contents) -> Iterator[folder.AdapterPart]:
+def row_parts(shard: "Shard", module: str, contents: folder.Contents) -> Iterator[folder.AdapterPart]:
     """The rows of the folder that `shard` holds."""
     first, column = shard.global_offset
     for number, token_id in enumerate(contents.rows[module].ids):

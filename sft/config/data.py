@@ -90,10 +90,10 @@ class DataConfig(Section):
     """Questions about long texts, for `sft eval --long` and in a run."""
     tokenizer: Path | None = None
     """byte (built in), or a folder or hub name with a tokenizer; null: that of model.hf, or byte without model.hf."""
-    add_tokens: list[Annotated[str, StringConstraints(min_length=1)]] = []
+    add_tokens: list[str] = []
     """Tokens that the model does not have yet: they get the next ids, and rows of embedding and output weight.  Texts
     of the data may contain them (docs/start/data.md, Add tokens)."""
-    add_special_tokens: list[Annotated[str, StringConstraints(min_length=1)]] = []
+    add_special_tokens: list[str] = []
     """The same for control tokens, after those of add_tokens: only templates write them; in texts they stay text."""
     chat_template: Path | None = None
     """Jinja file that replaces the chat template of the tokenizer."""
@@ -189,6 +189,8 @@ class DataConfig(Section):
         except ValueError:
             yield "date", "is a day that no calendar has; give a day such as 2026-01-01"
         for key in ("add_tokens", "add_special_tokens"):
+            if "" in getattr(self, key):
+                yield key, "names an empty token; remove it"
             for token in dict.fromkeys(t for t in getattr(self, key) if self.new_tokens.count(t) > 1):
                 yield key, f"names {token} more than once in add_tokens and add_special_tokens; name it once"
         weighted = [name for name, source in self.sources.items() if source.weight is not None]

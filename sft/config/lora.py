@@ -101,8 +101,6 @@ def conflicts_of_rows(config: "Config") -> Iterator[tuple[str, str]]:
         if value == "added" and not adds:
             yield f"lora.{field}", "is added, but no tokens are added; name them in data.add_tokens, or use true"
         elif adds and is_needed and value is False:
-            yield f"lora.{field}", (
-                "is false, so the rows of data.add_tokens would never be trained; use added, or true for all rows"
-            )
+            yield f"lora.{field}", ("leaves the rows of data.add_tokens untrained; use added, or true for all rows")
         if not isinstance(value, bool) and config.parallel.shards_gradients:
             yield "parallel.shard", f"must be optimizer to train rows alone (lora.{field}); or train all rows: true"

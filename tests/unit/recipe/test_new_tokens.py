@@ -75,14 +75,14 @@ LORA = "lora={rank: 2, targets: [q_proj]}"
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (['data.add_tokens=[""]'], 'data.add_tokens = [""] (command line: data.add_tokens=[""]); expected'),
+        (['data.add_tokens=[""]'], "names an empty token; remove it"),
         (["data.add_tokens=[<a>, <a>]"], "names <a> more than once in add_tokens and add_special_tokens"),
         ([*ADD, "data.add_special_tokens=[<b>]"], "names <b> more than once"),
         (["data.add_tokens=[<|im_end|>]"], "names '<|im_end|>', which the tokenizer of model has already (id "),
         (["data.add_tokens=[e]"], "names 'e', which the tokenizer of model has already (id "),
         ([*ADD, "data.tokenizer=byte"], "data.add_tokens needs the tokenizer of a folder, and data.tokenizer is byte"),
-        ([*ADD, LORA], "lora.train_embeddings = false (command line: "),
-        ([*ADD, LORA, "lora.train_embeddings=added"], "so the rows of data.add_tokens would never be trained"),
+        ([*ADD, LORA], "lora.train_embeddings = false (default) leaves the rows of data.add_tokens untrained"),
+        ([*ADD, LORA, "lora.train_embeddings=added"], "leaves the rows of data.add_tokens untrained"),
         ([LORA, "lora.train_embeddings=added"], "is added, but no tokens are added; name them in data.add_tokens"),
         ([*ADD, LORA, "lora.train_embeddings=[3]", "lora.train_head=added"], "lists ids, but not"),
         ([LORA, "lora.train_embeddings=[99999]"], "names the id 99,999, but the model has"),

@@ -29,7 +29,6 @@ from sft.mcore.backend import PackedDocuments
 from sft.mcore.backends.selection import choose_alike
 from sft.mcore.experts import router
 from sft.mcore.experts.documents import numbered
-from sft.mcore.lora import freeze
 from sft.mcore.loss import RowStatistics, Targets, VocabShard, lm_loss
 from sft.mcore.loss.measured import supervised_tokens
 from sft.mcore.loss.mtp import MtpLoss, next_tokens
@@ -292,8 +291,6 @@ class Engine:
         scale = 1.0 / (self._denominator or 1.0)  # without a supervised token all gradients are 0
         for chunk in chunks:
             chunk.scale_gradients(scale)
-        if self.trained.rows:
-            freeze.keep_trained_rows(chunks)
 
     def vocab_shard(self, chunk: Any) -> VocabShard:
         return VocabShard.of(

@@ -123,6 +123,7 @@ def update(optimizer: MegatronOptimizer, chunks: Iterable[torch.nn.Module], devi
     would make every weight NaN.  Without Transformer Engine, core's norm also synchronises with the GPU once per
     weight.
     """
+    freeze.keep_trained_rows(chunks)
     optimizer.prepare_grads()
     norm = _norm(optimizer, device)
     if math.isfinite(norm):

@@ -26,7 +26,6 @@ from sft.weights.lora.peft import folder, token_rows
 from sft.weights.lora.peft.config import disagreements
 from sft.weights.lora.peft.stacked import rows_in_file, stacked_part
 from sft.weights.lora.peft.targets import module_of
-from sft.weights.lora.peft.token_rows import TokenRows
 
 if TYPE_CHECKING:
     from sft.mcore.engine import Engine
@@ -118,7 +117,8 @@ def as_in_folder(config: Config, source: str) -> LoraConfig:
     matched = match(source, adapter, family, config)
     trained: dict[str, bool | list[int]] = {key: True for key in _whole(source, adapter, family, config)}
     trained |= {
-        key: [*adapter.contents.rows[module].ids] for key, module in rows_of(source, adapter, family, config).items()
+        key: [*adapter.contents.rows[modules[0]].ids]
+        for key, modules in rows_of(source, adapter, family, config).items()
     }
     return LoraConfig(
         rank=stored.rank,
@@ -164,12 +164,14 @@ def _open(config: Config, trained: Trained, *, compare: bool = True) -> Opened:
     _compare(source, shapes.keys(), matched)
     whole = _whole(source, adapter, family, config)
     rows = rows_of(source, adapter, family, config)
-    ids = {key: [*adapter.contents.rows[module].ids] for key, module in rows.items()}
+    ids = {key: [*adapter.contents.rows[modules[0]].ids] for key, modules in rows.items()}
     _compare_whole(source, {**dict.fromkeys(whole, True), **ids}, config.lora)
     sizes = {weight.key: weight.shape for weight in trained.whole or ()}
     saved = {module: sizes[key] for key, modules in whole.items() for module in modules}
-    width = config.model.hidden_size
-    of_rows = {module: TokenRows(adapter.contents.rows[module].ids, width) for module in rows.values()}
+    of_rows = {
+        name: trained_rows._replace(width=config.model.hidden_size)
+        for name, trained_rows in adapter.contents.rows.items()
+    }
     try:
         num_experts = {by_name[name]: config.model.moe.num_experts or 0 for name in matched.stacks}
         adapter.check({by_name[name]: shape for name, shape in shapes.items()}, saved, num_experts, of_rows)
@@ -177,11 +179,11 @@ def _open(config: Config, trained: Trained, *, compare: bool = True) -> Opened:
         raise CheckpointError(f"{error}\n  Use an adapter of the model that model.hf names.") from None
     if config.model.pretrained is not None and config.model.init_from is None:
         merged_adapters.refuse_adapter(config.model.pretrained.folder, Path(source))
-    for module, *copies in whole.values() if compare else ():
+    for module, *copies in (*whole.values(), *rows.values()) if compare else ():
         for copy in copies:
             adapter.check_equal(module, copy)
-    first = {key: modules[0] for key, modules in whole.items()}
-    return Opened(name=source, adapter=adapter, module_of=by_name, stacks=matched.stacks, whole=first, rows=rows)
+    first, first_rows = ({key: modules[0] for key, modules in each.items()} for each in (whole, rows))
+    return Opened(name=source, adapter=adapter, module_of=by_name, stacks=matched.stacks, whole=first, rows=first_rows)
 
 
 def _family(source: str, config: Config) -> Family:

@@ -15,22 +15,30 @@ if TYPE_CHECKING:
     from sft.weights.load import Shard
 
 
-def rows_of(source: str, adapter: folder.PeftAdapter, family: Family, config: Config) -> dict[str, str]:
+def rows_of(source: str, adapter: folder.PeftAdapter, family: Family, config: Config) -> dict[str, list[str]]:
     """The modules of the folder of which rows are trained, by the key of our weight.
 
-    Raises CheckpointError for rows of another weight, or of a tied output weight.
+    A key has two modules if the base model ties embedding and output weight, and PEFT saved both copies.
+    Raises CheckpointError for rows of another weight, or of a tied output weight alone.
     """
-    has_vision = family.text_config != "none"
-    keys = {module_of(family.embedding, has_vision=has_vision): EMBEDDING}
-    if not config.model.tie_embeddings:
-        keys[module_of(family.head, has_vision=has_vision)] = HEAD
+    has_vision, is_tied = family.text_config != "none", config.model.tie_embeddings
+    keys = {
+        module_of(family.embedding, has_vision=has_vision): EMBEDDING,
+        module_of(family.head, has_vision=has_vision): EMBEDDING if is_tied else HEAD,
+    }
     stored = {module_of(module, has_vision=has_vision): module for module in adapter.contents.rows}
-    if unknown := sorted(stored.keys() - keys.keys()):
+    embedding = next(iter(keys))
+    if unknown := sorted(stored.keys() - keys.keys()) or (
+        sorted(stored) if is_tied and embedding not in stored else []
+    ):
         raise CheckpointError(
             f"{source} holds rows of {shown(unknown)} ({token_rows.OPTION}), but this trainer trains rows only of the "
             "embedding, and of an output weight that is not tied to it.  Use an adapter without them."
         )
-    return {keys[name]: module for name, module in stored.items()}
+    rows: dict[str, list[str]] = {}
+    for name in filter(stored.__contains__, keys):
+        rows.setdefault(keys[name], []).append(stored[name])
+    return rows
 
 
 def row_parts(shard: "Shard", module: str, contents: folder.Contents) -> Iterator[folder.AdapterPart]:

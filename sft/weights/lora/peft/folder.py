@@ -152,8 +152,10 @@ class PeftAdapter:
                 part.target.copy_(values if part.arranged is None else part.arranged(values))
 
     def check_equal(self, module: str, copy: str) -> None:
-        """Raise CheckpointError unless two modules that are trained whole have the same weight."""
-        keys, num_rows = (key_of_saved(module), key_of_saved(copy)), self.contents.saved[module][0]
+        """Raise CheckpointError unless two modules have the same weight, or the same trained rows of it."""
+        rows = self.contents.rows.get(module)
+        key_of = key_of_saved if rows is None else key_of_rows
+        keys, num_rows = (key_of(module), key_of(copy)), len(rows.ids) if rows else self.contents.saved[module][0]
         with self._opened() as stored:
             for first in range(0, num_rows, _COMPARED_ROWS):
                 blocks = [stored.get_slice(key)[first : first + _COMPARED_ROWS] for key in keys]

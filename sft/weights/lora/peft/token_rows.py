@@ -45,10 +45,10 @@ def read_rows(option: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[
     rows: dict[str, TokenRows] = {}
     problems = []
     for name, ids in by_name.items():
-        modules = [module for module in shapes if not name or name in endings(module)]
-        if len(modules) != 1 or len(shapes[modules[0]]) != 2 or shapes[modules[0]][0] != len(ids):
+        modules = [module for module in shapes if not name or name in endings(module)]  # a list also fits a tied copy
+        if not modules or any(len(shapes[module]) != 2 or shapes[module][0] != len(ids) for module in modules):
             problems.append(f"the file of tensors lacks rows of {name or 'a module'} for {OPTION} = {ids}")
         else:
-            rows[modules[0]] = TokenRows(tuple(ids), shapes[modules[0]][1])
+            rows |= {module: TokenRows(tuple(ids), shapes[module][1]) for module in modules}
     unnamed = shapes.keys() - rows.keys() if not problems else ()
     return rows, problems + [f"{module}{SUFFIX} is not named by {OPTION}" for module in sorted(unnamed)]

@@ -191,8 +191,9 @@ class DataConfig(Section):
         for key in ("add_tokens", "add_special_tokens"):
             if "" in getattr(self, key):
                 yield key, "names an empty token; remove it"
-            for token in dict.fromkeys(t for t in getattr(self, key) if self.new_tokens.count(t) > 1):
-                yield key, f"names {token} more than once in add_tokens and add_special_tokens; name it once"
+        for token in dict.fromkeys(token for token in self.new_tokens if self.new_tokens.count(token) > 1):
+            key = "add_special_tokens" if token in self.add_special_tokens else "add_tokens"
+            yield key, f"names {token!r} more than once in add_tokens and add_special_tokens; name it once"
         weighted = [name for name, source in self.sources.items() if source.weight is not None]
         counted = [name for name, source in self.sources.items() if source.epochs is not None]
         for name in self.sources:

@@ -76,6 +76,7 @@ _NAMES = {
     "lora.target_parameters": "lora_target_parameters",
     "lora.exclude": "exclude_modules lora_exclude_modules",
     "lora.rslora": "use_rslora lora_use_rslora peft_use_rslora",
+    "lora.train_embeddings": "trainable_token_indices",
     "lora.lr_ratio": "loraplus_lr_ratio",
     "lora.init_from": "adapter_name_or_path adapter_path lora_model_dir lora_path lora_weights",
     "lora.export": "merge_lora",

@@ -96,6 +96,8 @@ def conflicts_of_rows(config: "Config") -> Iterator[tuple[str, str]]:
     """Yields (key, reason) of each value that does not fit data.add_tokens, or that trains rows where none can be."""
     adds, lora = bool(config.data.new_tokens), config.lora
     tied = config.model.tie_embeddings
+    if config.model.added_rows != "mean" and not adds:
+        yield "model.added_rows", "has no effect without data.add_tokens; name the new tokens there, or remove it"
     for field in ("train_embeddings", "train_head"):
         value, is_needed = getattr(lora, field), lora.is_used and not (tied and field == "train_head")
         if value == "added" and not adds:

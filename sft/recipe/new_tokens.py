@@ -9,7 +9,7 @@ from sft.config import Config
 from sft.config.pretrained import NewRow
 from sft.data.tokenizer import new_tokens
 from sft.data.tokenizer.reading import read_tokenizer
-from sft.errors import ConfigError, DataError
+from sft.errors import ConfigError, DataError, first_few
 from sft.hf.pretrained import tokenizer_folder
 
 _ROWS = ("train_embeddings", "train_head")
@@ -44,9 +44,11 @@ def with_new_rows(config: Config) -> Config:
         rows = without_row | {token_id: token for token, token_id in files.new_ids.items()}
     if model.pretrained is not None:
         pieces = new_tokens.pieces_of(files.backend, rows)
-        if model.added_rows == "mean" and (without := [rows[token_id] for token_id in rows if not pieces[token_id]]):
+        if model.added_rows == "mean" and (
+            without := [repr(rows[token_id]) for token_id in rows if not pieces[token_id]]
+        ):
             raise ConfigError(
-                f"model.added_rows = mean: the tokenizer of {name} wrote {new_tokens.listed(without)} without any "
+                f"model.added_rows = mean: the tokenizer of {name} wrote {', '.join(first_few(without))} without any "
                 "pieces before, so there is no row to take a mean of.  Use model.added_rows = random."
             )
         new_rows = tuple(NewRow(token_id=i, token=rows[i], pieces=pieces[i]) for i in sorted(rows))

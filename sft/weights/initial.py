@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from sft.checkpoint import folders, manifest
 from sft.config import RANDOM, Config
 from sft.console import Console, size
-from sft.errors import CheckpointError, ConfigError
+from sft.errors import CheckpointError, ConfigError, first_few
 from sft.hf import hub_weights
 from sft.hf.hub import CONFIG
 from sft.hf.hub_headers import header_folder
@@ -132,9 +132,13 @@ def _check_tokens(path: Path, config: Config) -> None:
 def _described_rows(config: Config) -> str:
     """A text about the rows of data.add_tokens; "" without."""
     rows = config.model.pretrained.new_rows if config.model.pretrained else ()
+    if not rows:
+        return ""
     values = {"mean": "the mean of the pieces that its token had before", "random": "random"}[config.model.added_rows]
-    names = ", ".join(row.token for row in rows[:3]) + (f" and {len(rows) - 3:,} more" if len(rows) > 3 else "")
-    return f"; {len(rows):,} new {'row' if len(rows) == 1 else 'rows'} ({names}), each {values}" if rows else ""
+    names = ", ".join(first_few((repr(row.token) for row in rows), 3))
+    return (
+        f"; 1 new row ({names}), {values}" if len(rows) == 1 else f"; {len(rows):,} new rows ({names}), each {values}"
+    )
 
 
 def _described(source: Source, config: Config) -> str:

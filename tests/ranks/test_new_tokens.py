@@ -111,7 +111,7 @@ def test_losses_and_gradients_are_those_of_transformers(
         keys = [*recipe_of(source), f"model.hf={source}", "model.init_from=null", *KEYS, *layout]
         results = ranks(world_size).run(computed, keys, grown, packs())
         assert results[0]["source"].endswith(
-            "3 new rows (<mol>, </mol>, <|tool|>), each the mean of the pieces that its token had before"
+            "3 new rows ('<mol>', '</mol>', '<|tool|>'), each the mean of the pieces that its token had before"
         )
         check_losses([result["losses"] for result in results], model, packs())
         check_parameters(in_stored_names(tmp_path / "resized", results), expected, GRADIENT_TOLERANCE)
@@ -187,7 +187,7 @@ def test_a_run_resumes_bit_for_bit_and_its_export_opens(ranks: Ranks, tmp_path: 
     for words in (["data", "prepare", str(recipe)], ["check", str(recipe)]):
         done = sft(pool, *words, alone=True)
         assert done.code == 0, done.err
-    assert "3 new rows (<mol>, </mol>, <|tool|>), each the mean of the pieces" in done.out
+    assert "3 new rows ('<mol>', '</mol>', '<|tool|>'), each the mean of the pieces" in done.out
     cut = [f"run.dir={tmp_path}/cut"]
     for more in ([], [*cut, "train.num_steps=2"], cut):
         done = sft(pool, "train", str(recipe), *more)

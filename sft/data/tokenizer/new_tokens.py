@@ -5,7 +5,7 @@ before any other step, without a change of the text (`normalized` is false).
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,9 +96,3 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 def beyond(backend: Tokenizer, num_rows: int) -> dict[int, str]:
     """The tokens for which an embedding of `num_rows` rows has no row, by id."""
     return {token_id: token for token, token_id in backend.get_vocab().items() if token_id >= num_rows}
-
-
-def listed(tokens: Sequence[str], shown: int = 5) -> str:
-    """The first tokens as text: "<a>, <b> and 3 more"."""
-    more = f" and {len(tokens) - shown:,} more" if len(tokens) > shown else ""
-    return ", ".join(tokens[:shown]) + more

@@ -54,9 +54,8 @@ def model_tensors(
         before |= {name: before[copy] for name, copy in copies.items()}
         wanted = {name: tensor.shape for name, tensor in expected.items() if tensor.role != "passed through"}
         check_tensors(before, wanted, f"the model of {path}")
-    views = views_by_tensor(
-        family.mappings(model, model.vocab_size or imported.vocab_size)
-    )  # data.add_tokens adds rows
+    num_rows = model.vocab_size or imported.vocab_size  # more than in the original with data.add_tokens
+    views = views_by_tensor(family.mappings(model, num_rows))
     tensors = {tensor.name: TrainedTensor(tensor.shape, parts) for tensor, parts in views.items()}
     return tensors | {name: tensors[copy] for name, copy in copies.items()}
 

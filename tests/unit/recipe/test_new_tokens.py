@@ -75,8 +75,12 @@ LORA = "lora={rank: 2, targets: [q_proj]}"
     ("overrides", "message"),
     [
         (['data.add_tokens=[""]'], "names an empty token; remove it"),
-        (["data.add_tokens=[<a>, <a>]"], "names <a> more than once in add_tokens and add_special_tokens"),
-        ([*ADD, "data.add_special_tokens=[<b>]"], "names <b> more than once"),
+        (["data.add_tokens=[<a>, <a>]"], "names '<a>' more than once in add_tokens and add_special_tokens"),
+        ([*ADD, "data.add_special_tokens=[<b>]"], "names '<b>' more than once"),
+        (
+            ["model.added_rows=random"],
+            'model.added_rows = "random" (command line: model.added_rows=random) has no effect',
+        ),
         (["data.add_tokens=[<|im_end|>]"], "names '<|im_end|>', which the tokenizer of model has already (id "),
         (["data.add_tokens=[e]"], "names 'e', which the tokenizer of model has already (id "),
         ([*ADD, "data.tokenizer=byte"], "data.add_tokens needs the tokenizer of a folder, and data.tokenizer is byte"),

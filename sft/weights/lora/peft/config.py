@@ -22,16 +22,9 @@ CONFIG = "adapter_config.json"
 _READ = ("peft_type", "task_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "init_lora_weights")
 # Options that do not change the computation, or that name the modules with adapters, which the tensors name as well.
 _FREE = {
-    *(
-        "target_modules",
-        "exclude_modules",
-        "trainable_token_indices",
-        "modules_to_save",
-        "ensure_weight_tying",
-        "base_model_name_or_path",
-    ),
-    *("revision", "auto_mapping", "inference_mode", "peft_version", "megatron_core", "layers_pattern"),
-    *("qalora_group_size", "eva_config"),
+    *("target_modules", "exclude_modules", "modules_to_save", "ensure_weight_tying", token_rows.OPTION),
+    *("base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "peft_version", "megatron_core"),
+    *("layers_pattern", "qalora_group_size", "eva_config"),
 }
 _STARTS = (None, True, False, "gaussian", "orthogonal", "eva")  # initialisations that do not change the base weights
 _WHY = {

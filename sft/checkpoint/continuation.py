@@ -144,14 +144,15 @@ def compare(
     Raises CheckpointError if a change is refused, or if another program wrote the checkpoint and checkpoint.resume does
     not name it.  Raises ConfigError if checkpoint.allow_changes names a key that is never refused.
     """
-    if facts is None:
-        if is_named:
-            return []
+    if facts is None and not is_named:
         raise CheckpointError(
             f"{path} was not written by this trainer and does not say which samples were used.  Start from its "
             f"weights with model.init_from={path}, or resume weights, moments, schedule and step with "
             f"checkpoint.resume={path}."
         )
+    check_tokens(path, facts, now.recipe)
+    if facts is None:
+        return []
     check_base(path, facts.get("base"), now.base, is_compared=False)
     changed = changes(facts, now, config.allow_changes, not_compared)
     if changed.refused:
@@ -176,6 +177,29 @@ def check_base(path: Path | str, stored: str | None, base: str | None, *, is_com
         f"{'all weights' if base is None else 'adapters' + other}.  Give model.hf, model.init_from, "
         "model.base_dtype and lora.rank the values of that run; a new run needs another run.dir."
     )
+
+
+def check_tokens(path: Path | str, facts: Mapping[str, Any] | None, recipe: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless the run of the checkpoint added the same tokens in the same order as this recipe.
+
+    Rows of the embedding belong to these tokens.  Shapes do not show a change, because the padding has rows, too.
+    facts: the result of `facts_of`; recipe: the value of each key now
+    """
+    before, now = (
+        [token for key in ("data.add_tokens", "data.add_special_tokens") for token in values.get(key) or []]
+        for values in ((facts or {}).get("recipe") or {}, recipe)
+    )
+    if before != now:
+        added, adds = (
+            f"the tokens {', '.join(first_few(map(repr, tokens)))}" if tokens else "no tokens"
+            for tokens in (before, now)
+        )
+        raise CheckpointError(
+            f"the run of {path} added {added}, but this recipe adds {adds}.  Give data.add_tokens and "
+            "data.add_special_tokens the values of that run.  To add further tokens to its model, export the "
+            "checkpoint (`sft export`), and start from the exported folder (model.hf=FOLDER model.init_from=null) with "
+            "only the further tokens in these keys."
+        )
 
 
 def none_undamaged(folder: Path, damaged: Collection[str]) -> str:

@@ -6,6 +6,7 @@ This module decides which weights are scored, and whether they fit the recipe.
 from pathlib import Path
 
 from sft.checkpoint import folders, resume_setting
+from sft.checkpoint.continuation import check_tokens
 from sft.checkpoint.train_state import model_changes, tokenizer_name
 from sft.config import Config
 from sft.config.keys import values
@@ -114,6 +115,7 @@ def _check_checkpoint(config: Config, checkpoint: Path, tokenizer: ChatTokenizer
     trained = safe_reader.common_state(checkpoint).get("sft")
     if trained is None:
         return
+    check_tokens(checkpoint, trained, values(config))
     changed = model_changes(trained, values(config))
     if refused := [f"{key} {change}" for key, change in changed.items() if key not in config.checkpoint.allow_changes]:
         allowed = ", ".join([*config.checkpoint.allow_changes, *changed])

@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sft.checkpoint import folders, manifest
+from sft.checkpoint import continuation, folders, manifest
 from sft.config import RANDOM, Config
+from sft.config.keys import values
 from sft.console import Console, size
 from sft.errors import CheckpointError, ConfigError, first_few
 from sft.hf import hub_weights
@@ -113,20 +114,7 @@ def find_checkpoint(init_from: str) -> Path:
 
 
 def _check_tokens(path: Path, config: Config) -> None:
-    """Raise CheckpointError unless the checkpoint has trained rows for the tokens that the recipe adds.
-
-    Its shapes do not show this, because an embedding may have as many rows of padding.
-    """
-    from sft.mcore.checkpoint_io import safe_reader
-
-    keys = ("data.add_tokens", "data.add_special_tokens")
-    recipe = (safe_reader.common_state(path).get("sft") or {}).get("recipe") or {}
-    now = [config.data.add_tokens, config.data.add_special_tokens]
-    if config.data.new_tokens and [recipe.get(key) or [] for key in keys] != now:
-        raise CheckpointError(
-            f"{path} has no rows for the tokens of data.add_tokens: the run that wrote it did not add them.  Export it "
-            "(`sft export`), and start from the exported folder: model.hf=FOLDER model.init_from=null."
-        )
+    continuation.check_tokens(path, continuation.facts_of(path), values(config))
 
 
 def _described_rows(config: Config) -> str:

@@ -201,6 +201,9 @@ def test_a_run_resumes_bit_for_bit_and_its_export_opens(ranks: Ranks, tmp_path: 
     assert model.config.vocab_size == len(tokenizer) == NUM_IDS + 3
     assert tokenizer("a<mol>b</mol><|tool|>", add_special_tokens=False).input_ids[1::2] == IDS[:2]
     assert tokenizer.decode(IDS, skip_special_tokens=True).replace(" ", "") == "<mol></mol>"
+    for more in ([], [f"model.init_from={tmp_path}/run/checkpoints", f"run.dir={tmp_path}/new"]):
+        other = sft(pool, "check", str(recipe), "data.add_tokens=[<mol>]", *more, alone=True)
+        assert other.code == 2 and "added the tokens '<mol>', '</mol>', '<|tool|>', but this recipe adds" in other.err
     again = sft(pool, "check", str(recipe), f"model.hf={tmp_path}/run-hf", alone=True)
     assert again.code == 2 and "data.add_tokens names '<mol>', which the tokenizer" in again.err
     scored = sft(pool, "eval", str(recipe), f"data.eval={tmp_path}/chat.jsonl", "--from", f"{tmp_path}/run-hf")

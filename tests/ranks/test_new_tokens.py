@@ -172,7 +172,7 @@ RECIPE = """
 run: {{dir: {folder}/run, device: cpu, precision: fp32}}
 model: {{hf: {folder}/model}}
 data: {{train: {folder}/chat.jsonl, cache_dir: {folder}/cache, seq_length: 256, add_tokens: [<mol>, </mol>],
-        add_special_tokens: [<|tool|>]}}
+        add_special_tokens: [{special}], chat_template: {template}}}
 train: {{num_steps: 4, global_batch_size: 2}}
 optim: {{lr: 1e-2, schedule: constant}}
 checkpoint: {{save_every: 2}}
@@ -180,14 +180,19 @@ checkpoint: {{save_every: 2}}
 
 
 def test_a_run_resumes_bit_for_bit_and_its_export_opens(ranks: Ranks, tmp_path: Path) -> None:
+    """A base model gets two tokens, and the control tokens of ChatML with its template."""
     chats(tmp_path, 20)
-    source_of(tmp_path / "model", "llama", tied=False, rows=NUM_IDS)
+    hf.save(tmp_path / "model", "llama", tied=False, vocab_size=257)
+    write_folder(tmp_path / "model", Tokens(special=("<|endoftext|>",), eos="<|endoftext|>"), None)
     recipe, pool = tmp_path / "recipe.yaml", ranks(2)
-    recipe.write_text(RECIPE.format(folder=tmp_path))
+    (tmp_path / "chatml.jinja").write_text(TEMPLATE)
+    special = "<|im_start|>, <|im_end|>"
+    recipe.write_text(RECIPE.format(folder=tmp_path, special=special, template=tmp_path / "chatml.jinja"))
     for words in (["data", "prepare", str(recipe)], ["check", str(recipe)]):
         done = sft(pool, *words, alone=True)
         assert done.code == 0, done.err
-    assert "3 new rows ('<mol>', '</mol>', '<|tool|>'), each the mean of the pieces" in done.out
+    tokens = "'<mol>', '</mol>', '<|im_start|>', '<|im_end|>'"
+    assert f"4 new rows ({tokens}), each the mean of the pieces" in done.out
     cut = [f"run.dir={tmp_path}/cut"]
     for more in ([], [*cut, "train.num_steps=2"], cut):
         done = sft(pool, "train", str(recipe), *more)
@@ -196,14 +201,15 @@ def test_a_run_resumes_bit_for_bit_and_its_export_opens(ranks: Ranks, tmp_path: 
         export_hf(tmp_path / run / "checkpoints/iter_0000004", tmp_path / f"{run}-hf", QUIET)
     weights = hf.tensors(tmp_path / "run-hf")
     assert hf.same(weights, hf.tensors(tmp_path / "cut-hf"))
-    assert weights["model.embed_tokens.weight"].shape == weights["lm_head.weight"].shape == (NUM_IDS + 3, hf.WIDTH)
+    assert weights["model.embed_tokens.weight"].shape == weights["lm_head.weight"].shape == (261, hf.WIDTH)
     model, tokenizer = hf.load(tmp_path / "run-hf"), AutoTokenizer.from_pretrained(tmp_path / "run-hf")
-    assert model.config.vocab_size == len(tokenizer) == NUM_IDS + 3
-    assert tokenizer("a<mol>b</mol><|tool|>", add_special_tokens=False).input_ids[1::2] == IDS[:2]
-    assert tokenizer.decode(IDS, skip_special_tokens=True).replace(" ", "") == "<mol></mol>"
+    assert model.config.vocab_size == len(tokenizer) == 261
+    assert tokenizer("a<mol>b</mol><|im_end|>", add_special_tokens=False).input_ids[1:4:2] == [257, 258]
+    assert tokenizer.decode([257, 258, 259], skip_special_tokens=True).replace(" ", "") == "<mol></mol>"
+    assert (tokenizer.eos_token, model.generation_config.eos_token_id) == ("<|im_end|>", [260, 256])
     for more in ([], [f"model.init_from={tmp_path}/run/checkpoints", f"run.dir={tmp_path}/new"]):
         other = sft(pool, "check", str(recipe), "data.add_tokens=[<mol>]", *more, alone=True)
-        assert other.code == 2 and "added the tokens '<mol>', '</mol>', '<|tool|>', but this recipe adds" in other.err
+        assert other.code == 2 and f"added the tokens {tokens}, but this recipe adds" in other.err
     again = sft(pool, "check", str(recipe), f"model.hf={tmp_path}/run-hf", alone=True)
     assert again.code == 2 and "data.add_tokens names '<mol>', which the tokenizer" in again.err
     scored = sft(pool, "eval", str(recipe), f"data.eval={tmp_path}/chat.jsonl", "--from", f"{tmp_path}/run-hf")
@@ -214,7 +220,7 @@ def test_rows_come_out_as_peft_reads_them_and_in_again(ranks: Ranks, tmp_path: P
     chats(tmp_path, 20)
     source_of(tmp_path / "model", "llama", tied=True, rows=NUM_IDS)
     recipe, pool = tmp_path / "recipe.yaml", ranks(2)
-    recipe.write_text(RECIPE.format(folder=tmp_path))
+    recipe.write_text(RECIPE.format(folder=tmp_path, special="<|tool|>", template="null"))
     lora = ["lora={rank: 4, targets: [q_proj], train_embeddings: added}", "checkpoint.export_hf=last"]
     assert sft(pool, "data", "prepare", str(recipe), alone=True).code == 0
     done = sft(pool, "train", str(recipe), *lora)

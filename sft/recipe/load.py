@@ -58,23 +58,18 @@ def parse_recipe(text: str, path: str, overrides: Sequence[str] = ()) -> Recipe:
         draft.take_override(override)
     draft.take_architecture()
     draft.take_mtp()
-    validated = draft.validate()
-    config = _with_new_rows(validated)
-    if config.model.vocab_size != validated.model.vocab_size:
-        draft.origins["model.vocab_size"] = Origin("derived", text="data.add_tokens")
+    config = draft.validate()
+    if config.data.new_tokens:
+        from sft.recipe.new_tokens import with_new_rows  # needs the tokenizer
+
+        num_rows, config = config.model.vocab_size, with_new_rows(config)
+        if config.model.vocab_size != num_rows:
+            draft.origins["model.vocab_size"] = Origin("derived", text="data.add_tokens")
     origins = {key: Origin("default") for key in leaves() if not named(key)} | draft.origins
     for key, (_, source) in derived(config).items():
         if origins[key].kind == "default":
             origins[key] = Origin("derived", text=source)
     return Recipe(config=config, origins=origins, path=path, warnings=tuple(draft.warnings()))
-
-
-def _with_new_rows(config: Config) -> Config:
-    if not config.data.new_tokens:
-        return config
-    from sft.recipe.new_tokens import with_new_rows  # needs the tokenizer
-
-    return with_new_rows(config)
 
 
 def _read(path: str) -> str:

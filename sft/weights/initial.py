@@ -52,7 +52,8 @@ def load_initial(engine: "Engine", config: Config, console: Console) -> str:
     load_weights(engine, opened[0], console, read_once=model.hf_read_once)
     rows = model.pretrained.new_rows if model.pretrained else ()
     all_gather_objects(lambda: set_new_rows(engine, opened[0], rows), control)
-    return f"the weights of {_described(opened[0], config)}{_described_rows(config)}"
+    enlarged = _described_rows(config) + _kept_rows(opened[0], config)
+    return f"the weights of {_described(opened[0], config)}{enlarged}"
 
 
 def describe(config: Config, vocab_size: int | None) -> str:
@@ -65,7 +66,10 @@ def describe(config: Config, vocab_size: int | None) -> str:
     if model.init_from == RANDOM:
         return f"random (seed {config.run.seed})"
     if model.init_from is None:
-        return (_on_hub(config) or _described(_open(config), config)) + _described_rows(config)
+        if (on_hub := _on_hub(config)) is not None:
+            return on_hub + _described_rows(config)
+        source = _open(config)
+        return _described(source, config) + _described_rows(config) + _kept_rows(source, config)
     path = find_checkpoint(model.init_from)
     _check_tokens(path, config)
     entries = manifest.read(path)
@@ -124,8 +128,23 @@ def _described_rows(config: Config) -> str:
         return ""
     values = {"mean": "the mean of the pieces that its token had before", "random": "random"}[config.model.added_rows]
     names = ", ".join(first_few((repr(row.token) for row in rows), 3))
+    if len(rows) == 1:
+        return f"; 1 new row ({names}), {values}"
+    return f"; {len(rows):,} new rows ({names}), each {values}"
+
+
+def _kept_rows(source: Source, config: Config) -> str:
+    """A text about tensors that are passed through with fewer rows than the enlarged embedding; "" without any.
+
+    They are the embedding and the output weight of a block for multi-token prediction that is not trained.
+    """
+    before = source.architecture.vocab_size
+    names = [name for name in source.names("passed through") if source.manifest[name].shape[:1] == (before,)]
+    if not names or config.model.vocab_size == before:
+        return ""
     return (
-        f"; 1 new row ({names}), {values}" if len(rows) == 1 else f"; {len(rows):,} new rows ({names}), each {values}"
+        f"; {' and '.join(names)}, passed through, keep {before:,} rows, so a server cannot predict several tokens "
+        "with an export (train.mtp=detached trains them)"
     )
 
 

@@ -11,8 +11,10 @@ from sft.cli import main
 from sft.data.chat.tokenizer import load_tokenizer
 from sft.data.tokenizer.new_tokens import write_new_tokens
 from sft.recipe.load import parse_recipe
+from tests.ranks import mtp_models
 from tests.unit.fixtures import hf
 from tests.unit.fixtures.folder import make_folder
+from tests.unit.fixtures.model_folder import Tokens, write_folder
 
 RECIPE = """
 run: {dir: runs/a, device: cpu}
@@ -100,6 +102,17 @@ def test_wrong_tokens_are_refused_in_one_paragraph(
     assert main(["check", "a.yaml", *overrides]) == 2
     told = capsys.readouterr().err
     assert message in told and "Traceback" not in told, told
+
+
+def test_a_block_that_is_not_trained_keeps_its_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    mtp_models.save(Path("mtp"), "glm4_moe", vocab_size=256)
+    write_folder(Path("mtp"), Tokens(special=()), None)
+    keys = ["model.hf=mtp", "model.init_from=null", "data.add_tokens=[<mol>]"]
+    assert main(["check", "a.yaml", *keys]) == 0
+    block = "model.layers.2.embed_tokens.weight and model.layers.2.shared_head.head.weight"
+    assert f"; {block}, passed through, keep 256 rows, so a server" in capsys.readouterr().out
+    assert main(["check", "a.yaml", *keys, "train.mtp=detached"]) == 0
+    assert "1 new row ('<mol>'), the mean of the pieces that its token had before\n" in capsys.readouterr().out
 
 
 def test_a_tokenizer_of_other_files_cannot_get_tokens(capsys: pytest.CaptureFixture[str]) -> None:

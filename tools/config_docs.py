@@ -23,7 +23,7 @@ _SHORT = (
     (r"one of ", ""),
 )
 
-INTRODUCTION = """# Every key of a recipe
+INTRODUCTION = """# Recipe keys
 
 A recipe is a YAML file with the groups of keys below.  On the command line, write a key with dots: `parallel.cp=4`,
 `data.train=[a.jsonl, b.jsonl]`, `optim.warmup_steps=null`.  The command line overrides the file.
@@ -39,30 +39,10 @@ with a JSON Schema: `sft schema > recipe.schema.json`, and the first line of a r
 recipe.yaml in the run folder contains every value of the run.  Keys of other trainers, such as `learning_rate` or
 `gradient_checkpointing`, are errors that name our key.
 
-`sft check RECIPE` and training refuse the same recipes, also where only the data show the mistake:
-
-- a warm-up that is as long as the run, or longer
-- a document that is longer than `max_position_embeddings` of `model.hf`, if the recipe neither scales the positions
-  (`model.rope.scaling=yarn`) nor accepts them as they are (`model.rope.scaling=none`)
-- a `run.dir` that is a file, is below a file, or cannot be written; a damaged `run_state.json`
-- a value of `checkpoint.resume` that names no checkpoint
-- a recipe that cannot continue from its checkpoint: other data, model, adapters, batch size, length of packs or seed
-- weights and adapters that are missing, or of another model
-
-These errors show only when the run starts on the cluster:
-
-- a folder that another run has locked; a disk that is full, or that another node cannot write
-- GPUs: none, fewer than processes, too little memory, NCCL, a kernel or Transformer Engine that `attention.backend` or
-  `run.fp8` needs and this machine lacks; `SLURM_JOB_END_TIME` of another job
-- nodes with other versions, code, data or downloads than the first
-- data that are not tokenised in `data.cache_dir` (`sft check` tokenises them), and weights that cannot be downloaded
-- base weights of adapters that the run has not hashed before (`sft check` says "not compared")
-- bytes of a checkpoint or of weights that changed without a change of size, and weights that are not finite
-- W&B, MLflow or trackio that does not start; a port of Prometheus that is taken
-
-Both warn of settings without an effect in the run: `checkpoint.save_every`, `train.eval_every` or steps of `profile`
-beyond its end; `checkpoint.keep_best` if saved steps are not evaluated; fewer packs than `train.global_batch_size`; and
-a last step with learning rate 0 in a run of fewer than 10 steps.
+`sft check RECIPE` refuses the recipes that training would refuse, also where only the data or the checkpoint show the
+mistake.  These errors show only when the run starts: a folder that another run has locked, a full disk, missing GPUs or
+packages, nodes with other versions or data than the first, damaged files, and a W&B, MLflow, trackio or Prometheus that
+does not start.
 
 tools/config_docs.py generates this page from sft/config/.  An item has the key, its values, its default and its
 meaning.  A key whose only values are true and false has the default only.

@@ -76,6 +76,7 @@ class PlanOptions:
     tokens_per_step    tokens of a step, instead of global_batch_size; None: 2^20 if `model` is not a recipe
     tokens             tokens of the whole run, from which its GPU hours are computed; None: those of the recipe or
                        data, if they are known
+    price              price of an hour of a GPU, in any currency, for the cost of the run; None: no cost is given
     top                largest number of proposals in a report
     """
 
@@ -89,6 +90,7 @@ class PlanOptions:
     global_batch_size: int | None = None
     tokens_per_step: int | None = None
     tokens: float | None = None
+    price: float | None = None
     top: int = 5
 
 
@@ -128,7 +130,7 @@ def plan(
 
 def _check(counts: Sequence[int], options: PlanOptions) -> None:
     """Raise ConfigError if arguments cannot be used together, before anything is computed."""
-    for name in ("gpus_per_node", "seq_length", "global_batch_size", "tokens_per_step", "top", "tokens"):
+    for name in ("gpus_per_node", "seq_length", "global_batch_size", "tokens_per_step", "top", "tokens", "price"):
         value = getattr(options, name)
         if value is not None and not value > 0:
             raise ConfigError(f"{name} = {value} is not above 0.")
@@ -181,6 +183,7 @@ def _task(model: str, recipe: Recipe, options: PlanOptions) -> "Task":
         lengths=lengths,
         hardware=hardware,
         tokens=tokens,
+        price=options.price,
     )
 
 

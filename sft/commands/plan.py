@@ -15,7 +15,7 @@ from sft.estimate.gpus import HOST_GIB
 
 _TOP = 5
 # Options that --calibrate does not read.
-_OF_PLANS = "model gpus seq_length lengths global_batch_size tokens_per_step tokens write picture".split()
+_OF_PLANS = "model gpus seq_length lengths global_batch_size tokens_per_step tokens price write picture".split()
 
 
 def add(commands: Any) -> None:
@@ -39,6 +39,8 @@ def add(commands: Any) -> None:
     batch.add_argument("--tokens-per-step", metavar="N", type=int, help="instead; default for a model 1048576")
     about = "tokens of the whole run, such as 2e9, for GPU hours; with --lengths data those of the data"
     command.add_argument("--tokens", metavar="N", type=float, help=about)
+    about = "price of an hour of a GPU, such as 2.50, for the cost of a billion tokens and of the run"
+    command.add_argument("--price", metavar="P", type=float, help=about)
     command.add_argument("--top", metavar="N", type=int, default=_TOP, help=f"proposals to show (default {_TOP})")
     command.add_argument("--write", metavar="FILE", type=Path, help="write the best proposal as a recipe")
     command.add_argument("--json", action="store_true", help="print one JSON object (docs/how-to/plan.md)")

@@ -72,17 +72,21 @@ class Report:
         per_billion = 1e9 / time.tokens_per_gpu_s / 3600
         lines = [
             f"{time.tokens_per_s:,.0f} tokens/s, {time.tokens_per_gpu_s:,.0f} for each GPU, {time.mfu:.1%} MFU; "
-            f"{per_billion:,.0f} GPU hours for a billion tokens"
+            f"{per_billion:,.0f} GPU hours for a billion tokens{self._cost(per_billion)}"
         ]
         if self.task.tokens is not None:
             length_s = self.task.tokens / time.tokens_per_s
-            end = now + timedelta(seconds=length_s)
+            gpu_hours, end = length_s * self.num_gpus / 3600, now + timedelta(seconds=length_s)
             lines.append(
-                f"{self.task.tokens:,.0f} tokens: {length_s * self.num_gpus / 3600:,.0f} GPU hours in "
+                f"{self.task.tokens:,.0f} tokens: {gpu_hours:,.0f} GPU hours{self._cost(gpu_hours)} in "
                 f"{length_s / 3600:,.1f} h without saves and evaluation; a run that starts now ends "
                 f"{end:%Y-%m-%d %H:%M}"
             )
         return lines
+
+    def _cost(self, gpu_hours: float) -> str:
+        """The cost in brackets, if the task has a price.  With 2.50: 84 GPU hours -> " (cost 210)" """
+        return "" if self.task.price is None else f" (cost {gpu_hours * self.task.price:,.0f})"
 
     def _no_fit(self) -> Iterator[str]:
         least = self.least
@@ -173,6 +177,7 @@ def time_line(proposal: Proposal) -> str:
 
 def proposal_json(proposal: Proposal, task: Task) -> dict[str, Any]:
     time, layout = proposal.time, proposal.layout
+    gpu_hours = None if task.tokens is None else task.tokens / time.tokens_per_gpu_s / 3600
     return {
         "layout": layout.sizes | {"virtual_stages": layout.virtual_stages},
         "settings": proposal.settings,
@@ -185,6 +190,7 @@ def proposal_json(proposal: Proposal, task: Task) -> dict[str, Any]:
         "tokens_per_s": time.tokens_per_s,
         "tokens_per_s_per_gpu": time.tokens_per_gpu_s,
         "mfu": time.mfu,
-        "gpu_hours": None if task.tokens is None else task.tokens / time.tokens_per_gpu_s / 3600,
+        "gpu_hours": gpu_hours,
+        "cost": None if gpu_hours is None or task.price is None else gpu_hours * task.price,
         "hours": None if task.tokens is None else task.tokens / time.tokens_per_s / 3600,
     }

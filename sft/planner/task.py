@@ -53,6 +53,7 @@ class Task:
     config   the recipe; its keys of the layout and of savings have no effect
     lengths  the lengths of documents
     tokens   number of tokens of the whole run, for GPU hours; None: unknown
+    price    price of an hour of a GPU; None: no cost is given
     """
 
     name: str
@@ -62,6 +63,7 @@ class Task:
     lengths: Lengths
     hardware: Hardware
     tokens: float | None = None
+    price: float | None = None
 
     @staticmethod
     def of(name: str, config: Config, *, hardware: Hardware, **fields: Any) -> "Task":

@@ -1,7 +1,7 @@
 """Checks whether the recipe, weights and checkpoints of a run allow its start.
 
 `sft check` and every start call these functions before a model is built, so both refuse the same runs with the same
-sentences.  A start may fail for further reasons of the cluster, which docs/reference/config.md lists.
+sentences.  A start may fail for further reasons of the cluster (docs/reference/config.md).
 """
 
 from pathlib import Path

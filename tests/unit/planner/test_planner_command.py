@@ -86,6 +86,17 @@ def test_gpu_hours_and_the_end() -> None:
     assert line.endswith("ends 2026-11-24 00:" + f"{int(hours * 60):02d}")
     told = report.json()["proposals"][0]
     assert told["gpu_hours"] == pytest.approx(8 * hours) and told["hours"] == pytest.approx(hours)
+    assert told["cost"] is None and "cost" not in " ".join(report.lines(datetime(2026, 11, 24))["run"])
+
+
+def test_the_cost_is_gpu_hours_times_the_price() -> None:
+    _, task = task_of("Qwen/Qwen3-8B", 65536)
+    report = Report.of(task.changed(tokens=2e9, price=2.5), 8, 1)
+    billion, whole = report.lines(datetime(2026, 11, 24))["run"]
+    gpu_hours = 1e9 / report.proposals[0].time.tokens_per_gpu_s / 3600
+    assert billion.endswith(f"{gpu_hours:,.0f} GPU hours for a billion tokens (cost {2.5 * gpu_hours:,.0f})")
+    assert f"{2 * gpu_hours:,.0f} GPU hours (cost {5 * gpu_hours:,.0f}) in " in whole
+    assert report.json()["proposals"][0]["cost"] == pytest.approx(5 * gpu_hours)
 
 
 def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:

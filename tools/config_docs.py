@@ -2,6 +2,7 @@
 
 import re
 import textwrap
+from collections.abc import Iterator
 
 from sft.config import Config
 from sft.config.keys import NAMED, OPEN, RENAMED, expected, leaves, named, sections
@@ -22,6 +23,11 @@ _SHORT = (
     (r"non-empty text", "text"),
     (r"one of ", ""),
 )
+
+# Keys of `model` that a recipe with `model.hf` may set; the others describe the layers of the model.
+BESIDE_HF = """model.hf model.hf_read_once model.base_dtype model.init_from model.megatron model.init_std
+model.rope.base model.rope.scaling model.rope.factor model.rope.original_max_position model.moe.aux_loss_coef
+model.moe.z_loss_coef model.moe.capacity_factor model.moe.bias_update_rate""".split()
 
 INTRODUCTION = """# Recipe keys
 
@@ -52,9 +58,11 @@ meaning.  A key whose only values are true and false has the default only.
 def page(before: str) -> str:
     """The whole page; `before` is not read."""
     parts = [INTRODUCTION]
-    for group, model in sections().items():
+    for group in sections():
+        keys = [key for key in leaves() if _group(key) == group]
         parts.append(f"\n## {group}\n\n{_purpose(group)}\n\n")
-        parts += [_item(key) for key in leaves() if _group(key) == group]
+        parts += [_item(key) for key in keys if not _is_of_architecture(key)]
+        parts += _names([key for key in keys if _is_of_architecture(key)])
     return "".join([*parts, _renamed()])
 
 
@@ -62,6 +70,18 @@ def _group(key: str) -> str:
     """The heading under which the page lists a key: data.train.NAME.weight -> data"""
     name = named(key)
     return (key if name is None else NAMED).rpartition(".")[0]
+
+
+def _is_of_architecture(key: str) -> bool:
+    """Whether the key describes the layers of a model, so that `model.hf` sets it."""
+    return key.startswith("model.") and key not in BESIDE_HF
+
+
+def _names(keys: list[str]) -> Iterator[str]:
+    """One item for keys whose meaning only `sft explain` prints."""
+    if keys:
+        shown = ", ".join(f"`{key.rpartition('.')[2]}`" for key in keys)
+        yield _folded(f"Set by `model.hf` (`sft explain {keys[0]}` says what a key means): {shown}.", "- ")
 
 
 def _purpose(group: str) -> str:
@@ -85,18 +105,12 @@ def _item(key: str) -> str:
     lines = [(f"`{key}`: {values}.  {info.description or ''}", "- ")]
     if key == OPEN:
         lines += [(text, "  - ") for text in _megatron_fields()]
-    return "".join(
-        textwrap.fill(
-            text.replace(".  ", ". "),
-            120,
-            initial_indent=indent,
-            subsequent_indent=" " * len(indent),
-            break_on_hyphens=False,
-            break_long_words=False,
-        )
-        + "\n"
-        for text, indent in lines
-    )
+    return "".join(_folded(text, indent) for text, indent in lines)
+
+
+def _folded(text: str, indent: str) -> str:
+    wide = textwrap.TextWrapper(120, indent, " " * len(indent), break_on_hyphens=False, break_long_words=False)
+    return wide.fill(text.replace(".  ", ". ")) + "\n"
 
 
 def short(words: str) -> str:

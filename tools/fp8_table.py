@@ -52,12 +52,13 @@ def tables() -> Iterator[str]:
     for recipe in RECIPES:
         yield f"| `{recipe}` | {' | '.join(products(recipe))} |"
     yield ""
-    alike: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
+    alike: dict[tuple[str, ...], list[str]] = {}
     for name, family in FAMILIES.items():
-        alike.setdefault(matrices(family), []).append(name)
-    for (in_fp8, in_bf16), names in alike.items():
-        text = f"- {', '.join(names)}: FP8 for {', '.join(in_fp8)}"
-        yield from page_text.folded(f"{text}; bf16 for {', '.join(in_bf16)}." if in_bf16 else f"{text}.")
+        alike.setdefault(matrices(family)[1], []).append(name)
+    for in_bf16, names in alike.items():
+        if in_bf16:
+            yield from page_text.folded(f"- {', '.join(in_bf16)}: in bf16 in {', '.join(names)}.")
+    yield from page_text.folded("- All other matrices of layers: in FP8, in every family.")
     yield ""
 
 

@@ -28,7 +28,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes.  Without bytecode on disk each compiles torch and megatron-core for about 7 s again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo demo-text demo-retrieval test test-faults test-mutations test-triton test-kernels test-slurm test-standin test-gpu gpu-hour test-all venv-py312 test-py312 test-all-versions test-docs lint fmt docs pages clean python
+.PHONY: help venv demo demo-text demo-retrieval test cards test-faults test-mutations test-triton test-kernels test-slurm test-standin test-gpu gpu-hour test-all venv-py312 test-py312 test-all-versions test-docs lint fmt docs pages clean python
 
 help:
 	@echo "make venv                create .venv/<python version> with pinned dependencies"
@@ -36,6 +36,7 @@ help:
 	@echo "make demo-text           the first of them; make demo-retrieval: the second"
 	@echo "make test                the CPU test suite; TESTS=tests/unit/parallel/test_context_parallel.py and PYTEST_FLAGS=-x narrow it"
 	@echo "make test-faults         runs that are killed, filled up, damaged and hung, and their end against an undisturbed one"
+	@echo "make cards               runs the tests that fill the cards of families, and writes docs/cards"
 	@echo "make test-mutations      deliberate faults, one at a time, each of which its tests must notice; MUTATIONS='--only loss', '--sample 10' or, for random ones, '--random SECONDS'"
 	@echo "make test-triton         the Triton kernels and those of FLA, by their interpreter; downloads Triton (300 MB) first"
 	@echo "make test-kernels        compiles every kernel of attention, linear attention and the loss head for Hopper and Blackwell, without a GPU; downloads compilers (1.3 GB on disk); KERNELS=changed: some of what the last commit touches, in two minutes"
@@ -104,6 +105,11 @@ test: $(READY)
 # read-only disk, a file that cannot be removed) are left out without it, and named.
 test-faults: $(READY)
 	$(BIN)/python -m pytest tests/faults --all-faults $(PYTEST_FLAGS)
+
+# The cards of families: docs/cards and the sentence of the README.
+cards: $(READY)
+	$(BIN)/python -m pytest --cards --junit-xml=build/cards.xml tests/ranks tests/unit/weights --numprocesses $(WORKERS) --dist loadfile $(PYTEST_FLAGS); code=$$?; \
+	$(BIN)/python -m tools.cards build/cards.xml && $(BIN)/python -m tools.pages && exit $$code
 
 # What the tests are worth: the table of faults is tests/mutations/faults.
 test-mutations: $(READY)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import cards
+from tests.cards import measured  # noqa: F401 - a fixture of all tests
 from tests.object_store import s3  # noqa: F401 - a fixture of all tests
 from tests.ranks.pool import RankPool, Ranks
 
@@ -15,12 +17,17 @@ os.environ["SFT_CACHE"] = "/nonexistent"  # no test uses calibration constants t
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="full grids too, where a covering set stands for them")
+    parser.addoption("--cards", action="store_true", help="only the tests that fill cards, one of each line at least")
     parser.addoption("--all-faults", action="store_true", help="not only the fault tests that are marked quick")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     left_out = []
-    if not config.getoption("--all"):
+    for item in items:
+        cards.note(item)
+    if config.getoption("--cards"):
+        left_out += cards.not_needed(items)
+    elif not config.getoption("--all"):
         left_out += [item for item in items if item.get_closest_marker("grid")]
     if not config.getoption("--all-faults"):
         faults = [item for item in items if Path(__file__).parent / "faults" in item.path.parents]

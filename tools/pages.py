@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+from sft.hf.families import FAMILIES
 from tools import (
     agent_docs,
     api_docs,
+    cards,
     cli_docs,
     config_docs,
     fp8_table,
@@ -76,20 +78,32 @@ PAGES: Mapping[str, Callable[[str], str]] = {
     "reference/python-api.md": api_docs.page,
     "llms.txt": agent_docs.llms_text,
     "../skills/sft/SKILL.md": agent_docs.skill,
+    **{f"cards/{cards.file_of(name)}.json": partial(cards.with_recipes, name) for name in FAMILIES},
+    **{f"cards/{cards.file_of(name)}.md": partial(cards.page, name) for name in FAMILIES},
+    "cards/index.md": cards.index,
+    "../README.md": cards.summary,
 }
+
+
+def _text(file: Path) -> str:
+    """The text of a page; "" for a page that is new."""
+    return file.read_text(encoding="utf-8") if file.exists() else ""
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only print which pages are out of date")
     is_check = parser.parse_args(argv).check
-    texts = {name: (DOCS / name).read_text(encoding="utf-8") for name in PAGES}
-    stale = {name: text for name, before in texts.items() if (text := PAGES[name](before)) != before}
-    for name, text in stale.items():
-        if is_check:
-            print(f"{name} is out of date; run: python -m tools.pages", file=sys.stderr)
-        else:
-            (DOCS / name).write_text(text, encoding="utf-8")
+    stale = []
+    for name, make in PAGES.items():  # a page may be made from one above it
+        before = _text(DOCS / name)
+        text = make(before)
+        if text != before:
+            stale.append(name)
+            if is_check:
+                print(f"{name} is out of date; run: python -m tools.pages", file=sys.stderr)
+            else:
+                (DOCS / name).write_text(text, encoding="utf-8")
     return int(is_check and bool(stale))
 
 

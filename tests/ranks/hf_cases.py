@@ -112,6 +112,7 @@ CASES: dict[str, Case] = {
     "gemma4_experts": Case(
         dict(family="gemma4_text", **FOUR_KINDS, **hf.GEMMA4_MIXTURE), "tp_cp_ep+selective", MIXTURE + DEEP
     ),
+    "gemma4_unified_text": Case(dict(family="gemma4_unified_text", tied=True, **FOUR_KINDS), "", "tp_cp+selective"),
     "ministral3": Case(dict(family="ministral3"), "tp_cp+selective"),
     "qwen2_moe": Case(dict(family="qwen2_moe"), "tp_cp_ep+selective", MIXTURE),
     "qwen2_moe_normalised": Case(dict(family="qwen2_moe", norm_topk_prob=True, tied=True), "ep", "cp_ep"),

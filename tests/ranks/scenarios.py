@@ -383,17 +383,20 @@ def in_pack_order(results: Sequence[list[Any]], pack: int, length: int) -> np.nd
 
 def check_parameters(
     found: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float, decay_tolerance: float | None = None
-) -> None:
+) -> float:
     """Checks that all parameters are present, and that each differs by at most `tolerance` of its norm; 0: bit for bit
-    equal.
+    equal.  Returns the largest difference over a norm, without decays.
 
     decay_tolerance: for gradients of the decay of linear attention, which are sums over all tokens whose terms cancel
     """
     assert found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())
-    wrong = {}
+    wrong, worst = {}, 0.0
     for name, one in expected.items():
         limit = decay_tolerance if decay_tolerance is not None and name.endswith(DECAYS) else tolerance
         error, norm = (float(x.norm()) for x in (torch.as_tensor(found[name] - one), torch.as_tensor(one)))
         if not error <= limit * norm:
             wrong[name] = error, norm
+        elif limit == tolerance and norm:
+            worst = max(worst, error / norm)
     assert not wrong, wrong
+    return worst

@@ -39,6 +39,7 @@ CASES: list[Any] = [
 ]
 
 
+@pytest.mark.card("export")
 @pytest.mark.parametrize("family,layout", CASES, ids=lambda v: " ".join(v) if isinstance(v, list) else str(v))
 def test_a_trained_model_in_transformers(ranks: Ranks, tmp_path: Path, family: str, layout: list[str]) -> None:
     models = vision if family in vision.VISION else hf

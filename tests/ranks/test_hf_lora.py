@@ -12,6 +12,7 @@ import torch
 from sft.hf.architecture import architecture, read
 from sft.weights.lora.parameters import STACKED
 from sft.weights.lora.targets import kinds_of
+from tests.cards import Measured
 from tests.ranks.hf_cases import CASES
 from tests.ranks.hf_comparison import Models, form_of, layout_of, saved_once
 from tests.ranks.hf_models import (
@@ -48,12 +49,19 @@ QUICK = {
     "nemotron_h": MIXTURE,
     "granite_hybrid_dense": "pp",
 }
-MORE = {
-    **dict.fromkeys(("arcee", "ernie", "hunyuan", "exaone4_5", "granite_swa"), DENSE),
-    **dict.fromkeys(("granitemoehybrid", "mistral4", "afmoe", "mimo", "step", "ernie_moe", "hunyuan_moe"), MIXTURE),
-    **dict.fromkeys(("solar_open", "hy_v3", "exaone_moe", "dots1", "granitemoe_swa", "kimi_k25"), MIXTURE),
-    "mistral3/mistral4": MIXTURE,
-}
+_MORE_DENSE = (
+    *("arcee", "ernie", "hunyuan", "exaone4_5", "granite_swa", "mistral", "qwen2", "seed oss", "ministral", "cwm"),
+    *("granite", "smollm3", "olmo2", "olmo3", "ministral3", "exaone4", "gemma", "gemma3", "gemma3_vision"),
+    *("gemma4_unified_text", "gemma4_unified", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5_vision", "mistral3"),
+    "mistral3/ministral3",
+)
+_MORE_MIXTURES = (
+    *("granitemoehybrid", "mistral4", "afmoe", "mimo", "step", "ernie_moe", "hunyuan_moe", "solar_open", "hy_v3"),
+    *("exaone_moe", "dots1", "granitemoe_swa", "kimi_k25", "qwen3 moe", "mixtral", "granitemoe", "qwen2_moe", "olmoe"),
+    *("glm4_moe", "minimax_m2", "gemma4_vision", "qwen3_vl_moe", "qwen3_5_moe_text", "qwen3_5_moe_vision"),
+    "mistral3/mistral4",
+)
+MORE = {**dict.fromkeys(_MORE_DENSE, DENSE), **dict.fromkeys(_MORE_MIXTURES, MIXTURE)}
 DELTA_RULE = ("olmo_hybrid", "kimi_linear", "ling")
 
 
@@ -62,10 +70,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return saved_once(tmp_path_factory, {name: CASES[name].model for name in (*QUICK, *MORE)})
 
 
+@pytest.mark.card("LoRA")
 @pytest.mark.parametrize(
     "name,layout", [*QUICK.items(), *(pytest.param(*case, marks=pytest.mark.grid) for case in MORE.items())]
 )
-def test_adapters_of_every_linear(ranks: Ranks, models: Models, tmp_path: Path, name: str, layout: str) -> None:
+def test_adapters_of_every_linear(
+    ranks: Ranks, models: Models, tmp_path: Path, measured: Measured, name: str, layout: str
+) -> None:
     source, packs = models(name).source, packs_of(SHORT)
     found = architecture(read(source), str(source))
     kinds = {*kinds_of(found.family, found.model).values()}
@@ -82,4 +93,4 @@ def test_adapters_of_every_linear(ranks: Ranks, models: Models, tmp_path: Path, 
     recipe = [*adapted, *overrides]
     results = ranks(world_size).run(losses_and_gradients, recipe, str(source), values, packs)
     check_token_losses([result["losses"] for result in results], expected_losses(exact, packs), packs)
-    check_parameters(whole(results, "gradients"), expected, GRADIENT_TOLERANCE)
+    measured(check_parameters(whole(results, "gradients"), expected, GRADIENT_TOLERANCE), GRADIENT_TOLERANCE)

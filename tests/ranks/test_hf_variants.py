@@ -15,10 +15,19 @@ import torch
 
 from sft.batch import Sample
 from tests.builders import answer
+from tests.cards import Measured
 from tests.ranks import scenarios
 from tests.ranks.hf_cases import CASES, pairs
 from tests.ranks.hf_comparison import LAYOUTS, Expected, Models, check_gradients, layout_of, saved_once
-from tests.ranks.hf_models import TOKEN_LOSS_TOLERANCE, check_token_losses, computed, expected_losses, load, packs_of
+from tests.ranks.hf_models import (
+    GRADIENT_TOLERANCE,
+    TOKEN_LOSS_TOLERANCE,
+    check_token_losses,
+    computed,
+    expected_losses,
+    load,
+    packs_of,
+)
 from tests.ranks.layouts import LOSS_TOLERANCE, NORM_TOLERANCE
 from tests.ranks.pool import Ranks
 
@@ -61,20 +70,24 @@ def gradients(models: Models) -> Callable[[str], Expected]:
     return cache(lambda name: Expected.of(models(name), [sample for pack in TRAINED for sample in pack]))
 
 
+@pytest.mark.card("token losses")
 @pytest.mark.parametrize("name,layout", pairs())
 def test_every_token_has_the_loss_that_transformers_gives_it(
-    on: On, losses: Callable[[str], list[list[torch.Tensor]]], name: str, layout: str
+    on: On, losses: Callable[[str], list[list[torch.Tensor]]], measured: Measured, name: str, layout: str
 ) -> None:
-    check_token_losses([result["losses"] for result in on(name, layout)], losses(name), PACKS)
+    worst = check_token_losses([result["losses"] for result in on(name, layout)], losses(name), PACKS)
+    measured(worst, TOKEN_LOSS_TOLERANCE)
 
 
+@pytest.mark.card("gradients")
 @pytest.mark.parametrize("name,layout", pairs())
 def test_loss_and_every_gradient_are_those_of_transformers(
-    on: On, models: Models, gradients: Callable[[str], Expected], name: str, layout: str
+    on: On, models: Models, gradients: Callable[[str], Expected], measured: Measured, name: str, layout: str
 ) -> None:
-    check_gradients(on(name, layout), models(name), gradients(name))
+    measured(check_gradients(on(name, layout), models(name), gradients(name)), GRADIENT_TOLERANCE)
 
 
+@pytest.mark.card("isolation")
 @pytest.mark.parametrize("name,layout", pairs())
 def test_a_document_does_not_change_its_neighbours(on: On, name: str, layout: str) -> None:
     """Bitwise, if the second of three documents is replaced."""
@@ -85,8 +98,11 @@ def test_a_document_does_not_change_its_neighbours(on: On, name: str, layout: st
     assert (before[MIDDLE] != after[MIDDLE]).mean() > 0.9  # so the test would see a leak
 
 
+@pytest.mark.card("layouts")
 @pytest.mark.parametrize("name,layout", [pair for pair in pairs() if pair.values[1] != "one"])
-def test_every_layout_has_the_curve_of_one_process(on: On, models: Models, name: str, layout: str) -> None:
+def test_every_layout_has_the_curve_of_one_process(
+    on: On, models: Models, measured: Measured, name: str, layout: str
+) -> None:
     is_linear = any(key.startswith("model.linear_attention.layers=[") for key in models(name).recipe)
     ((first, second),) = (result["curve"] for result in on(name, "one"))
     assert abs(first[0] - second[0]) > 1e-2, "a step that changes no loss shows nothing"
@@ -94,6 +110,7 @@ def test_every_layout_has_the_curve_of_one_process(on: On, models: Models, name:
         loss, norm = zip(*result["curve"])
         np.testing.assert_allclose(loss, (first[0], second[0]), rtol=LOSS_TOLERANCE)
         np.testing.assert_allclose(norm, (first[1], second[1]), rtol=LINEAR_TOLERANCE if is_linear else NORM_TOLERANCE)
+        measured(max(abs(ours / one - 1) for ours, one in zip(loss, (first[0], second[0]))), LOSS_TOLERANCE)
 
 
 def statistics(overrides: list[str], folder: str, sample: Sample) -> Any:

@@ -83,6 +83,7 @@ def kill_all_of(pod: subprocess.Popen) -> None:
         process.kill()
 
 
+@pytest.mark.grid
 def test_a_lost_node_and_a_restart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     documents = manifest(tmp_path, capsys)
     with started(documents, tmp_path) as pods:

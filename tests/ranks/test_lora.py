@@ -106,6 +106,7 @@ LINEAR: dict[str, Any] = dict(initializer_range=0.05, seed=8)
 LINEAR_TOLERANCE = 2e-5
 
 
+@pytest.mark.card("LoRA")
 @pytest.mark.parametrize("family,targets,world_size,overrides", CASES + in_grid(MORE), ids=str)
 def test_losses_and_gradients_are_those_of_peft(
     ranks: Ranks, tmp_path: Path, family: str, targets: Any, world_size: int, overrides: list[str]

@@ -14,7 +14,7 @@ from sft.hf.families import FAMILIES
 from tests.launching import HF_RECIPE
 from tests.ranks.pool import Ranks
 from tests.ranks.probing import prepare, probe
-from tests.unit.fixtures import hf, vision
+from tests.unit.fixtures import families, hf
 
 LAYERS = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 WINDOWS: dict[str, dict[str, Any]] = {
@@ -42,25 +42,15 @@ PROBES = {
 }
 
 
-def save(folder: Path, case: str) -> None:
-    """Saves a model of the family, as transformers does."""
-    name, _, windows = case.partition(" ")
-    outer = name.partition("/")[0]
-    if name in hf.FAMILIES:
-        hf.save(folder, name, **(WINDOWS[name] if windows else {}))
-    elif name == "kimi_k2":  # transformers has no such type; the files are those of DeepSeek-V3
-        hf.change(hf.save(folder, "deepseek_v3"), model_type=name)
-    else:
-        vision.save(folder, name if name in vision.VISION else outer)
-
-
 def marked(names: list[str], quick: tuple[str, ...]) -> list[Any]:
     return [pytest.param(name, marks=[] if name in quick else pytest.mark.grid) for name in names]
 
 
+@pytest.mark.card("probes")
 @pytest.mark.parametrize("case", marked(CASES, QUICK))
 def test_the_probes_pass(ranks: Ranks, tmp_path: Path, case: str) -> None:
-    save(tmp_path / "source", case)
+    name, _, windows = case.partition(" ")
+    families.save(tmp_path / "source", name, **(WINDOWS[name] if windows else {}))
     recipe = prepare(tmp_path, HF_RECIPE)
     for words in PROBES.values():
         code, answer = probe(ranks(2), recipe, words)

@@ -13,6 +13,7 @@ Names of other packages count as existing if our code uses them, or if `names.FO
 
 import re
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from sft.config.keys import OPEN, RENAMED, in_schema, leaves, sections
@@ -47,9 +48,12 @@ def check(root: Path, checked: list[Source], files: list[Source]) -> list[Fault]
 def _pages_outside_the_site(root: Path, checked: list[Source]) -> Iterator[Fault]:
     """Faults of pages of docs/ that mkdocs.yml does not list.  `make docs` finds them, too, but needs more packages."""
     site = root / "mkdocs.yml"
-    listed = set(re.findall(r"[\w./-]+\.md\b", site.read_text(encoding="utf-8"))) if site.exists() else None
+    text = site.read_text(encoding="utf-8") if site.exists() else ""
+    listed, beside = set(re.findall(r"[\w./-]+\.md\b", text)), re.findall(r"^not_in_nav: (\S+)", text, re.M)
     for file in checked:
-        if listed is not None and file.path.startswith("docs/") and file.path.removeprefix("docs/") not in listed:
+        page = file.path.removeprefix("docs/")
+        is_listed = page in listed or any(fnmatchcase(f"/{page}", pattern) for pattern in beside)
+        if text and page != file.path and not is_listed:
             yield Fault(file.path, 1, "reference", "mkdocs.yml does not list this page; add it to nav")
 
 

@@ -161,7 +161,9 @@ def test_status_of_a_run_folder(run, tiny: Path) -> None:
     assert "runs/a: the run was never started" in run("status", "runs/a")[1]
 
 
-@pytest.mark.parametrize("keys", [(), ("lora.rank=4",)], ids=["all-weights", "lora"])
+@pytest.mark.parametrize(
+    "keys", [("lora.rank=4",), pytest.param((), marks=pytest.mark.grid)], ids=["lora", "all-weights"]
+)
 def test_a_check_needs_no_megatron(tiny: Path, tmp_path: Path, keys: tuple[str, ...]) -> None:
     """Importing megatron-core takes several CPU seconds, and a check reads headers and data only."""
     recipe = f"run: {{dir: a, device: cpu}}\nmodel: {{hf: {tiny}/model}}\n"

@@ -17,13 +17,14 @@ from sft.checkpoint import folders, manifest
 from sft.cli import main
 from sft.console import QUIET, Console
 from sft.hf.architecture import architecture, read
+from sft.hf.families import FAMILIES
 from sft.hf.source import open_source
 from sft.mcore.checkpoint_io import safe_reader
 from sft.weights.export.export_hf import _model, export_hf
 from sft.weights.import_hf import import_hf
 from sft.weights.torch_dist import TorchDistReader, TorchDistWriter
 from tests.covering import covering_set
-from tests.unit.fixtures import hf
+from tests.unit.fixtures import families, hf
 from tests.unit.fixtures.hf import Make, same, tensors
 
 WAYS = {"family": [*hf.FAMILIES], "tied": [False, True], "groups": [4, 8], "dtype": [torch.float32, torch.bfloat16]}
@@ -39,6 +40,7 @@ def there_and_back(source: Path, folder: Path) -> dict[str, torch.Tensor]:
 # --- there and back ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.card("conversion")
 @pytest.mark.parametrize("case", covering_set(WAYS), ids=lambda case: " ".join(map(str, case.values())))
 def test_there_and_back_is_bitwise(made: Make, tmp_path: Path, case: dict[str, Any]) -> None:
     tied = case["tied"] and case["family"] not in hf.UNTIED_FAMILIES
@@ -49,6 +51,23 @@ def test_there_and_back_is_bitwise(made: Make, tmp_path: Path, case: dict[str, A
     assert same(before, there_and_back(source, tmp_path))
     assert (source / "config.json").read_bytes() == (tmp_path / "back" / "config.json").read_bytes()
     hf.load(tmp_path / "back")
+
+
+# Entries whose models have tensors that are passed through, or types that transformers lacks.
+BESIDE = {name: name in ("qwen3_vl_moe", "kimi_k25", "step3p5") for name in FAMILIES if name not in hf.FAMILIES}
+
+
+@pytest.mark.card("conversion")
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if quick else pytest.mark.grid) for name, quick in BESIDE.items()]
+)
+def test_there_and_back_with_what_is_passed_through(tmp_path: Path, family: str) -> None:
+    source = families.save(tmp_path / "source", family)
+    opened, before = open_source(source), tensors(source)
+    names = {way: opened.names(way) for way in ("trained", "passed through")}
+    assert {*names["trained"], *names["passed through"]} == before.keys() and names["trained"]
+    assert bool(names["passed through"]) is (family not in ("kimi_k2", "step3p5"))
+    assert same(before, there_and_back(source, tmp_path))
 
 
 @pytest.mark.parametrize("extra", ["a tied output, stored twice", "frequencies, as old files store them"])

@@ -1,0 +1,283 @@
+"""Makes the cards of docs/cards: what tests showed about each family of models, and what is predicted for its recipes.
+
+python -m tools.cards RESULTS.xml ...    writes the cards from results of pytest (--junit-xml); `make cards` does both
+
+A card's JSON has the results of the tests of one commit.  `python -m tools.pages` adds the recipes of today to it, and
+makes its page, the table of all cards, and the table of the README.
+"""
+
+import argparse
+import datetime
+import json
+import platform
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sft.console import short_count
+from sft.hf.families import FAMILIES, family_of
+from sft.recipe.load import load_recipe
+from tools import compiled_kernels, page_text, recipes_docs
+from tools.plan_recipes import released_models
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "docs" / "cards"
+BEGIN, END = "<!-- made by tools/cards.py -->\n", "<!-- end of cards -->\n"
+# Lines of a card -> what their tests show.  `@pytest.mark.card` of a test names a line.
+CHECKS: Mapping[str, str] = {
+    "conversion": "every tensor goes to Megatron and back, bit for bit",
+    "token losses": "the loss of every token is that of transformers in float64, in nats",
+    "gradients": "every gradient is that of transformers in float64, relative to its norm",
+    "isolation": "replacing a document changes no bit of its neighbours' losses",
+    "layouts": "two training steps have the losses of one process, relative",
+    "resume": "a resumed run is equal to an uninterrupted one, bit for bit",
+    "export": "transformers computes the trained losses with an export",
+    "LoRA": "adapters of Linears have the gradients of merged weights, relative to their norm",
+    "probes": "`sft probe leak` and `parity` find no problem",
+}
+PASSED, FAILED, PARTLY = "passed", "FAILED", "partly tested"
+_PACKAGES = ("torch", "transformers", "megatron-core", "peft")
+ESTIMATES = ROOT / "docs" / "numbers" / "estimates.md"
+_SHORT = {"meta-llama/Llama-3.1-8B-Instruct": "Llama-8B"}  # models by the names of ESTIMATES
+_PREDICTED = {"gib": r"measured: (\d+) of", "step_s": r"a step ([\d.,]+) s", "mfu": r"(\d+%) MFU"}  # of a header
+_ROW = re.compile(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \| [^|]+ \| [\d.]+ \|$", re.M)  # source, case, published
+Card = dict[str, Any]
+
+
+def file_of(family: str) -> str:
+    """The name of a family's files in docs/cards, without suffix: `mistral3-ministral3`"""
+    return family.replace("/", "-")
+
+
+def results(paths: Iterable[Path]) -> dict[str, dict[str, Card]]:
+    """Family -> line of its card -> layouts that passed and failed, and the worst difference, from files of pytest.
+
+    Raises ValueError if a file has no test of a card.
+    """
+    found: dict[str, dict[str, Card]] = defaultdict(dict)
+    for path in paths:
+        cases = list(_cases(path))
+        if not cases:
+            raise ValueError(f"{path} has no result of a test that is marked with a line of a card")
+        for named, is_passed in cases:
+            line = found[named["family"][-1]].setdefault(named["card"][-1], {"passed": [], "failed": []})
+            line["passed" if is_passed else "failed"].append(named["layout"][-1])
+            for worst, bar in zip(named.get("worst", ()), named.get("bar", ())):
+                if float(worst) / float(bar) >= line.get("worst", -1.0) / line.get("bar", 1.0):
+                    line |= {"worst": float(worst), "bar": float(bar)}
+    return {family: {name: _sorted(lines[name]) for name in CHECKS if name in lines} for family, lines in found.items()}
+
+
+def _cases(path: Path) -> Iterator[tuple[dict[str, list[str]], bool]]:
+    """The properties of each test of a card that ran, by name, and whether it passed."""
+    for case in ElementTree.parse(path).iter("testcase"):
+        named: dict[str, list[str]] = defaultdict(list)
+        for one in case.iter("property"):
+            named[one.get("name", "")].append(one.get("value", ""))
+        if "card" in named and case.find("skipped") is None:
+            yield named, case.find("failure") is None and case.find("error") is None
+
+
+def _sorted(line: Card) -> Card:
+    """Each layout once; a layout of which one test failed has failed."""
+    failed = sorted({*line["failed"]})
+    return line | {"passed": sorted({*line["passed"]} - {*failed}), "failed": failed, "tests": _count(line)}
+
+
+def _count(line: Card) -> int:
+    return len(line["passed"]) + len(line["failed"])
+
+
+def write(found: Mapping[str, Mapping[str, Card]], about: Mapping[str, Any]) -> None:
+    """Writes the JSON of every family.  about: date, commit and versions of the tests"""
+    FOLDER.mkdir(exist_ok=True)
+    for family in FAMILIES:
+        card = {"family": family, "verdict": verdict(found.get(family, {})), **about, "checks": found.get(family, {})}
+        path = FOLDER / f"{file_of(family)}.json"
+        path.write_text(with_recipes(family, json.dumps(card)), encoding="utf-8")
+
+
+def verdict(checks: Mapping[str, Card]) -> str:
+    if any(line["failed"] for line in checks.values()):
+        return FAILED
+    return PASSED if checks.keys() == CHECKS.keys() else PARTLY
+
+
+def with_recipes(family: str, before: str) -> str:
+    """The JSON of a card with the recipes of today."""
+    card = json.loads(before) | {"recipes": _recipes().get(family, [])}
+    return json.dumps(card, indent=1, ensure_ascii=False) + "\n"
+
+
+@cache
+def _recipes() -> dict[str, list[Card]]:
+    """Family -> its recipes: what their headers say, and which kernels of their attention compile."""
+    found: dict[str, list[Card]] = defaultdict(list)
+    with released_models():
+        for path in sorted((ROOT / "recipes").rglob("*.yaml")):
+            model = yaml.safe_load(path.read_text(encoding="utf-8"))["model"].get("hf")
+            family = _family_of(model) if model else None
+            if family:
+                config, header = load_recipe(str(path)).config, recipes_docs.header(path)
+                row = {
+                    "recipe": path.relative_to(ROOT).as_posix(),
+                    "model": model,
+                    "tokens": config.data.seq_length,
+                    "hardware": header["Hardware"].rstrip("."),
+                    **{name: _number(pattern, header["Expected"]) for name, pattern in _PREDICTED.items()},
+                    "published": _published(model, config.data.seq_length),
+                    "attention": compiled_kernels.lines(config),
+                }
+                found[family].append(row)
+    return found
+
+
+def _number(pattern: str, text: str) -> str | None:
+    match = re.search(pattern, text)
+    return match[1] if match else None
+
+
+def _published(model: str, tokens: int) -> list[str]:
+    """What other trainers published for a model and a length: `564 s/step (ALST; 8 H100)`"""
+    name, length, publisher, found = _SHORT.get(model, model.rpartition("/")[2]), short_count(tokens), "", []
+    for source, case, published in _ROW.findall(ESTIMATES.read_text(encoding="utf-8")):
+        how = source.removeprefix("the same").lstrip(", ")
+        if not source.startswith("the same"):
+            publisher, _, how = source.partition("; ")
+        words, _, unit = case.rpartition(", ")
+        if words.removesuffix(", FA2") == f"{name}, {length}":
+            details = ", ".join(filter(None, (how.partition(",")[0], words.partition(f"{length}, ")[2])))
+            found.append(f"{published} {unit} ({publisher}{'; ' if details else ''}{details})")
+    return found
+
+
+def _family_of(model: str) -> str | None:
+    """The entry of a model on the hub; None if tests have no config.json of it."""
+    path = Path(model, "config.json")  # in the folder of `released_models`
+    family = family_of(json.loads(path.read_text())) if path.exists() else None
+    return None if family is None else next(name for name, one in FAMILIES.items() if one is family)
+
+
+def page(family: str, before: str) -> str:
+    """The page of a card, from its JSON; `before` is not read."""
+    card = load(family)
+    lines = [
+        f"# Card of {family}",
+        "",
+        *page_text.folded(f"**{card['verdict'][0].upper()}{card['verdict'][1:]}.** {_about(card)}"),
+        "",
+        "| line | tests | layouts | worst | bar |",
+        "|---|---:|---|---:|---:|",
+        *(_row(name, card["checks"].get(name)) for name in CHECKS),
+        "",
+        "[What the lines mean](index.md).",
+        *_recipe_lines(card["recipes"]),
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _about(card: Card) -> str:
+    if not card["checks"]:
+        return "No test has run."
+    versions = ", ".join(f"{name} {number}" for name, number in card["versions"].items())
+    return f"Tests of {card['date']} on commit {card['commit']}: {versions}. Small random models, on CPUs, in fp32."
+
+
+def _row(name: str, line: Card | None) -> str:
+    if line is None:
+        return f"| {name} | 0 | not tested | | |"
+    failed = (f"**{layout} FAILED**" if layout else "**FAILED**" for layout in line["failed"])
+    layouts = [*failed, *filter(None, line["passed"])]
+    worst, bar = (f"{line[key]:.1e}" if key in line else "" for key in ("worst", "bar"))
+    return f"| {name} | {line['tests']} | {', '.join(layouts)} | {worst} | {bar} |"
+
+
+def _recipe_lines(recipes: Sequence[Card]) -> Iterator[str]:
+    if not recipes:
+        return
+    yield from ("", "## Recipes", "")
+    yield from page_text.folded(
+        "**Speeds and memory are predicted; nobody has measured them.** GiB is of 74 usable ones of an H100. The last "
+        "column has [measurements of other trainers](../numbers/estimates.md#compared-with-published-measurements) for "
+        "the same model and length, on other layouts."
+    )
+    yield from ("", "| recipe | tokens | GPUs | GiB | s/step | MFU | published |", "|---|---:|---:|---:|---:|---:|---|")
+    for one in recipes:
+        link = f"[{Path(one['recipe']).stem}](../../{one['recipe']})"
+        numbers = (one[name] or "" for name in ("gib", "step_s", "mfu"))
+        gpus = one["hardware"].split()[0]
+        yield f"| {link} | {one['tokens']:,} | {gpus} | {' | '.join(numbers)} | {'; '.join(one['published'])} |"
+    yield from ("", "Kernels of attention that [compile without a GPU](../numbers/kernels.md), by widths of heads:", "")
+    yield from (f"- {text}" for text in dict.fromkeys(line for one in recipes for line in one["attention"]))
+
+
+def load(family: str) -> Card:
+    return dict(json.loads((FOLDER / f"{file_of(family)}.json").read_text(encoding="utf-8")))
+
+
+def index(before: str) -> str:
+    """The page of all cards, with a new table between its marks."""
+    rows = ["", "| family | card | tests | token losses | gradients | not tested |", "|---|---|---:|---:|---:|---|"]
+    for family in FAMILIES:
+        card = load(family)
+        checks = card["checks"]
+        worst = [f"{checks[name]['worst']:.1e}" if "worst" in checks.get(name, {}) else "" for name in CHECKS]
+        losses, gradients = (worst[[*CHECKS].index(name)] for name in ("token losses", "gradients"))
+        missing = ", ".join(name for name in CHECKS if name not in checks)
+        tests = sum(line["tests"] for line in checks.values())
+        name = f"[{family}]({file_of(family)}.md)"
+        rows.append(f"| {name} | {_badge(card)} | {tests} | {losses} | {gradients} | {missing} |")
+    return page_text.replaced(before, BEGIN, END, "\n".join([*rows, "", ""]))
+
+
+def _badge(card: Card) -> str:
+    failed = ", ".join(name for name, line in card["checks"].items() if line["failed"])
+    return f"**FAILED**: {failed}" if failed else str(card["verdict"])
+
+
+def summary(before: str) -> str:
+    """The README with the numbers of cards between its marks."""
+    cards = [load(family) for family in FAMILIES]
+    count = {name: sum(card["verdict"] == name for card in cards) for name in (PASSED, PARTLY, FAILED)}
+    failed = [card["family"] for card in cards if card["verdict"] == FAILED]
+    tests = sum(line["tests"] for card in cards for line in card["checks"].values())
+    dates = sorted({card["date"] for card in cards})
+    text = (
+        f"**{count[PASSED]} of {len(cards)} [cards](docs/cards/index.md) passed all {len(CHECKS)} lines**, "
+        f"{count[PARTLY]} are partly tested, {count[FAILED]} failed{': ' if failed else ''}{', '.join(failed)} "
+        f"({tests:,} tests, {dates[-1]})."
+    )
+    return page_text.replaced(before, BEGIN, END, "\n".join(["", *page_text.folded(text), "", ""]))
+
+
+def about() -> dict[str, Any]:
+    """Date, commit and versions of what runs now."""
+    commit = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    versions = {name: version(name) for name in _PACKAGES} | {"Python": platform.python_version()}
+    return {"date": datetime.date.today().isoformat(), "commit": commit.strip() or "unknown", "versions": versions}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", nargs="+", type=Path, metavar="RESULTS.xml")
+    found = results(parser.parse_args(argv).results)
+    write(found, about())
+    for family, checks in found.items():
+        if verdict(checks) == FAILED:
+            names = ", ".join(name for name, line in checks.items() if line["failed"])
+            print(f"the card of {family} has FAILED: {names}", file=sys.stderr)
+    print(f"{len(found)} families have results; write the pages: python -m tools.pages")
+    return int(any(verdict(checks) == FAILED for checks in found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

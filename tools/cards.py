@@ -47,6 +47,7 @@ CHECKS: Mapping[str, str] = {
 PASSED, FAILED, PARTLY = "passed", "FAILED", "partly tested"
 _PACKAGES = ("torch", "transformers", "megatron-core", "peft")
 ESTIMATES = ROOT / "docs" / "numbers" / "estimates.md"
+_LINK = "../numbers/estimates.md#compared-with-published-measurements"
 _SHORT = {"meta-llama/Llama-3.1-8B-Instruct": "Llama-8B"}  # models by the names of ESTIMATES
 _PREDICTED = {"gib": r"measured: (\d+) of", "step_s": r"a step ([\d.,]+) s", "mfu": r"(\d+%) MFU"}  # of a header
 _ROW = re.compile(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \| [^|]+ \| [\d.]+ \|$", re.M)  # source, case, published
@@ -63,26 +64,28 @@ def results(paths: Iterable[Path]) -> dict[str, dict[str, Card]]:
 
     Raises ValueError if a file has no test of a card.
     """
-    found: dict[str, dict[str, Card]] = defaultdict(dict)
+    of_family: dict[str, dict[str, Card]] = defaultdict(dict)
     for path in paths:
         cases = list(_cases(path))
         if not cases:
             raise ValueError(f"{path} has no result of a test that is marked with a line of a card")
         for named, is_passed in cases:
-            line = found[named["family"][-1]].setdefault(named["card"][-1], {"passed": [], "failed": []})
+            line = of_family[named["family"][-1]].setdefault(named["card"][-1], {"passed": [], "failed": []})
             line["passed" if is_passed else "failed"].append(named["layout"][-1])
             for worst, bar in zip(named.get("worst", ()), named.get("bar", ())):
                 if float(worst) / float(bar) >= line.get("worst", -1.0) / line.get("bar", 1.0):
                     line |= {"worst": float(worst), "bar": float(bar)}
-    return {family: {name: _sorted(lines[name]) for name in CHECKS if name in lines} for family, lines in found.items()}
+    return {
+        family: {name: _sorted(lines[name]) for name in CHECKS if name in lines} for family, lines in of_family.items()
+    }
 
 
 def _cases(path: Path) -> Iterator[tuple[dict[str, list[str]], bool]]:
     """The properties of each test of a card that ran, by name, and whether it passed."""
     for case in ElementTree.parse(path).iter("testcase"):
         named: dict[str, list[str]] = defaultdict(list)
-        for one in case.iter("property"):
-            named[one.get("name", "")].append(one.get("value", ""))
+        for item in case.iter("property"):
+            named[item.get("name", "")].append(item.get("value", ""))
         if "card" in named and case.find("skipped") is None:
             yield named, case.find("failure") is None and case.find("error") is None
 
@@ -97,11 +100,11 @@ def _count(line: Card) -> int:
     return len(line["passed"]) + len(line["failed"])
 
 
-def write(found: Mapping[str, Mapping[str, Card]], about: Mapping[str, Any]) -> None:
+def write(checks: Mapping[str, Mapping[str, Card]], about: Mapping[str, Any]) -> None:
     """Writes the JSON of every family.  about: date, commit and versions of the tests"""
     FOLDER.mkdir(exist_ok=True)
     for family in FAMILIES:
-        card = {"family": family, "verdict": verdict(found.get(family, {})), **about, "checks": found.get(family, {})}
+        card = {"family": family, "verdict": verdict(checks.get(family, {})), **about, "checks": checks.get(family, {})}
         path = FOLDER / f"{file_of(family)}.json"
         path.write_text(with_recipes(family, json.dumps(card)), encoding="utf-8")
 
@@ -121,7 +124,7 @@ def with_recipes(family: str, before: str) -> str:
 @cache
 def _recipes() -> dict[str, list[Card]]:
     """Family -> its recipes: what their headers say, and which kernels of their attention compile."""
-    found: dict[str, list[Card]] = defaultdict(list)
+    of_family: dict[str, list[Card]] = defaultdict(list)
     with released_models():
         for path in sorted((ROOT / "recipes").rglob("*.yaml")):
             model = yaml.safe_load(path.read_text(encoding="utf-8"))["model"].get("hf")
@@ -137,8 +140,8 @@ def _recipes() -> dict[str, list[Card]]:
                     "published": _published(model, config.data.seq_length),
                     "attention": compiled_kernels.lines(config),
                 }
-                found[family].append(row)
-    return found
+                of_family[family].append(row)
+    return of_family
 
 
 def _number(pattern: str, text: str) -> str | None:
@@ -148,23 +151,23 @@ def _number(pattern: str, text: str) -> str | None:
 
 def _published(model: str, tokens: int) -> list[str]:
     """What other trainers published for a model and a length: `564 s/step (ALST; 8 H100)`"""
-    name, length, publisher, found = _SHORT.get(model, model.rpartition("/")[2]), short_count(tokens), "", []
+    name, length, publisher, texts = _SHORT.get(model, model.rpartition("/")[2]), short_count(tokens), "", []
     for source, case, published in _ROW.findall(ESTIMATES.read_text(encoding="utf-8")):
-        how = source.removeprefix("the same").lstrip(", ")
+        setting = source.removeprefix("the same").lstrip(", ")
         if not source.startswith("the same"):
-            publisher, _, how = source.partition("; ")
+            publisher, _, setting = source.partition("; ")
         words, _, unit = case.rpartition(", ")
         if words.removesuffix(", FA2") == f"{name}, {length}":
-            details = ", ".join(filter(None, (how.partition(",")[0], words.partition(f"{length}, ")[2])))
-            found.append(f"{published} {unit} ({publisher}{'; ' if details else ''}{details})")
-    return found
+            details = ", ".join(filter(None, (setting.partition(",")[0], words.partition(f"{length}, ")[2])))
+            texts.append(f"{published} {unit} ({publisher}{'; ' if details else ''}{details})")
+    return texts
 
 
 def _family_of(model: str) -> str | None:
     """The entry of a model on the hub; None if tests have no config.json of it."""
     path = Path(model, "config.json")  # in the folder of `released_models`
     family = family_of(json.loads(path.read_text())) if path.exists() else None
-    return None if family is None else next(name for name, one in FAMILIES.items() if one is family)
+    return None if family is None else next(name for name, entry in FAMILIES.items() if entry is family)
 
 
 def page(family: str, before: str) -> str:
@@ -206,18 +209,25 @@ def _recipe_lines(recipes: Sequence[Card]) -> Iterator[str]:
         return
     yield from ("", "## Recipes", "")
     yield from page_text.folded(
-        "**Speeds and memory are predicted; nobody has measured them.** GiB is of 74 usable ones of an H100. The last "
-        "column has [measurements of other trainers](../numbers/estimates.md#compared-with-published-measurements) for "
-        "the same model and length, on other layouts."
+        "**Speeds and memory are predicted; nobody has measured them.** GiB is of 74 usable ones of an H100."
     )
-    yield from ("", "| recipe | tokens | GPUs | GiB | s/step | MFU | published |", "|---|---:|---:|---:|---:|---:|---|")
-    for one in recipes:
-        link = f"[{Path(one['recipe']).stem}](../../{one['recipe']})"
-        numbers = (one[name] or "" for name in ("gib", "step_s", "mfu"))
-        gpus = one["hardware"].split()[0]
-        yield f"| {link} | {one['tokens']:,} | {gpus} | {' | '.join(numbers)} | {'; '.join(one['published'])} |"
+    yield from ("", "| recipe | tokens | GPUs | GiB | s/step | MFU |", "|---|---:|---:|---:|---:|---:|")
+    for row in recipes:
+        numbers = (row[name] or "" for name in _PREDICTED)
+        yield f"| [{_stem(row)}] | {row['tokens']:,} | {row['hardware'].split()[0]} | {' | '.join(numbers)} |"
+    if published := {
+        f"{row['model']}, {row['tokens']:,} tokens": row["published"] for row in recipes if row["published"]
+    }:
+        yield from ("", f"[Measurements of other trainers]({_LINK}), on other layouts:", "")
+        for case, texts in published.items():
+            yield from page_text.folded(f"- {case}: {'; '.join(texts)}")
     yield from ("", "Kernels of attention that [compile without a GPU](../numbers/kernels.md), by widths of heads:", "")
-    yield from (f"- {text}" for text in dict.fromkeys(line for one in recipes for line in one["attention"]))
+    yield from (f"- {text}" for text in dict.fromkeys(line for row in recipes for line in row["attention"]))
+    yield from ("", *(f"[{_stem(row)}]: ../../{row['recipe']}" for row in recipes))
+
+
+def _stem(row: Card) -> str:
+    return Path(row["recipe"]).stem
 
 
 def load(family: str) -> Card:
@@ -269,14 +279,14 @@ def about() -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="+", type=Path, metavar="RESULTS.xml")
-    found = results(parser.parse_args(argv).results)
-    write(found, about())
-    for family, checks in found.items():
+    of_family = results(parser.parse_args(argv).results)
+    write(of_family, about())
+    for family, checks in of_family.items():
         if verdict(checks) == FAILED:
             names = ", ".join(name for name, line in checks.items() if line["failed"])
             print(f"the card of {family} has FAILED: {names}", file=sys.stderr)
-    print(f"{len(found)} families have results; write the pages: python -m tools.pages")
-    return int(any(verdict(checks) == FAILED for checks in found.values()))
+    print(f"{len(of_family)} families have results; write the pages: python -m tools.pages")
+    return int(any(verdict(checks) == FAILED for checks in of_family.values()))
 
 
 if __name__ == "__main__":

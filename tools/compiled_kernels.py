@@ -14,7 +14,7 @@ _CALLS_OF_TREES = ", parents"
 
 def lines(config: Config) -> list[str]:
     """A line for each kind of layer with attention: `128/128, window: FlashAttention-4 compiles for sm_90a, sm_100a`"""
-    found = []
+    texts = []
     for group in all_layer_groups(config.model):
         mixer = group.mixer
         if mixer.pair_width:
@@ -24,10 +24,10 @@ def lines(config: Config) -> list[str]:
             kernels = [
                 f"{kernel} compiles for {', '.join(architectures)}"
                 for kernel in dict.fromkeys(name for name, _, _ in compiled())
-                if (architectures := [one for one in ARCHITECTURES if (kernel, layers, one) in compiled()])
+                if (architectures := [name for name in ARCHITECTURES if (kernel, layers, name) in compiled()])
             ]
-            found.append(f"{layers}: {'; '.join(kernels) or 'no kernel that is compiled here'}")
-    return list(dict.fromkeys(found))
+            texts.append(f"{layers}: {'; '.join(kernels) or 'no kernel that is compiled here'}")
+    return list(dict.fromkeys(texts))
 
 
 @cache
@@ -38,5 +38,5 @@ def compiled() -> frozenset[tuple[str, str, str]]:
     for item in text.partition("These spill nothing:")[2].split("\n- ")[1:]:
         named, _, layers = " ".join(item.split()).partition(": ")
         kernel, architecture = named.split(", ")
-        rows += [(kernel, one, architecture) for one in layers.split("; ")]
+        rows += [(kernel, kind, architecture) for kind in layers.split("; ")]
     return frozenset(row for row in rows if not row[1].endswith(_CALLS_OF_TREES))

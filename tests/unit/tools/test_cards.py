@@ -54,7 +54,7 @@ def test_a_card_has_layouts_and_the_worst_difference_in_terms_of_its_bar(folder:
     assert json.loads((folder / "cards" / "qwen3.json").read_text())["verdict"] == "partly tested"
     page = cards.page("qwen3", "")
     assert "| gradients | 2 | cp, tp | 6.0e-06 | 2.0e-05 |" in page and "| LoRA | 0 | not tested | | |" in page
-    assert "on commit 0123abcd" in page and "| [qwen3_8b_1m_1n](" in page
+    assert "on commit 0123abcd" in page and "| [qwen3_8b_1m_1n] | 1,048,576 | 8 | 45 |" in page
 
 
 @pytest.mark.parametrize("outcome", ["failure", "error"])

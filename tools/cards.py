@@ -60,34 +60,38 @@ def file_of(family: str) -> str:
 
 
 def results(paths: Iterable[Path]) -> dict[str, dict[str, Card]]:
-    """Family -> line of its card -> layouts that passed and failed, and the worst difference, from files of pytest.
+    """Family -> line of its card -> layouts that passed and failed, and the worst difference, from files of pytest.  A
+    later file replaces results of the same test.
 
     Raises ValueError if a file has no test of a card.
     """
-    of_family: dict[str, dict[str, Card]] = defaultdict(dict)
+    cases: dict[str, tuple[dict[str, list[str]], bool]] = {}
     for path in paths:
-        cases = list(_cases(path))
-        if not cases:
+        of_file = dict(_cases(path))
+        if not of_file:
             raise ValueError(f"{path} has no result of a test that is marked with a line of a card")
-        for named, is_passed in cases:
-            line = of_family[named["family"][-1]].setdefault(named["card"][-1], {"passed": [], "failed": []})
-            line["passed" if is_passed else "failed"].append(named["layout"][-1])
-            for worst, bar in zip(named.get("worst", ()), named.get("bar", ())):
-                if float(worst) / float(bar) >= line.get("worst", -1.0) / line.get("bar", 1.0):
-                    line |= {"worst": float(worst), "bar": float(bar)}
+        cases |= of_file
+    of_family: dict[str, dict[str, Card]] = defaultdict(dict)
+    for named, is_passed in cases.values():
+        line = of_family[named["family"][-1]].setdefault(named["card"][-1], {"passed": [], "failed": []})
+        line["passed" if is_passed else "failed"].append(named["layout"][-1])
+        for worst, bar in zip(named.get("worst", ()), named.get("bar", ())):
+            if float(worst) / float(bar) >= line.get("worst", -1.0) / line.get("bar", 1.0):
+                line |= {"worst": float(worst), "bar": float(bar)}
     return {
         family: {name: _sorted(lines[name]) for name in CHECKS if name in lines} for family, lines in of_family.items()
     }
 
 
-def _cases(path: Path) -> Iterator[tuple[dict[str, list[str]], bool]]:
-    """The properties of each test of a card that ran, by name, and whether it passed."""
+def _cases(path: Path) -> Iterator[tuple[str, tuple[dict[str, list[str]], bool]]]:
+    """Each test of a card that ran: its name, its properties by name, and whether it passed."""
     for case in ElementTree.parse(path).iter("testcase"):
         named: dict[str, list[str]] = defaultdict(list)
         for item in case.iter("property"):
             named[item.get("name", "")].append(item.get("value", ""))
         if "card" in named and case.find("skipped") is None:
-            yield named, case.find("failure") is None and case.find("error") is None
+            is_passed = case.find("failure") is None and case.find("error") is None
+            yield f"{case.get('classname')}::{case.get('name')}", (named, is_passed)
 
 
 def _sorted(line: Card) -> Card:
@@ -236,13 +240,13 @@ def load(family: str) -> Card:
 
 def index(before: str) -> str:
     """The page of all cards, with a new table between its marks."""
-    rows = ["", "| family | card | tests | token losses | gradients | not tested |", "|---|---|---:|---:|---:|---|"]
+    rows = ["", "| family | card | tests | token losses | gradients | lines not tested |", "|---|---|---:|---:|---:|---:|"]
     for family in FAMILIES:
         card = load(family)
         checks = card["checks"]
         worst = [f"{checks[name]['worst']:.1e}" if "worst" in checks.get(name, {}) else "" for name in CHECKS]
         losses, gradients = (worst[[*CHECKS].index(name)] for name in ("token losses", "gradients"))
-        missing = ", ".join(name for name in CHECKS if name not in checks)
+        missing = len(CHECKS) - len(checks) or ""
         tests = sum(line["tests"] for line in checks.values())
         name = f"[{family}]({file_of(family)}.md)"
         rows.append(f"| {name} | {_badge(card)} | {tests} | {losses} | {gradients} | {missing} |")

@@ -23,7 +23,7 @@ def case(family: str, line: str, layout: str = "one", outcome: str = "", **measu
     noted = dict(card=line, family=family, layout=layout) | measured
     properties = "".join(f'<property name="{name}" value="{value}"/>' for name, value in noted.items())
     ending = f"<{outcome}/>" if outcome else ""
-    return f"<testcase><properties>{properties}</properties>{ending}</testcase>"
+    return f'<testcase name="{line}[{family}-{layout}]"><properties>{properties}</properties>{ending}</testcase>'
 
 
 def results(folder: Path, *cases: str) -> Path:
@@ -60,17 +60,27 @@ def test_a_card_has_layouts_and_the_worst_difference_in_terms_of_its_bar(folder:
 @pytest.mark.parametrize("outcome", ["failure", "error"])
 def test_a_failed_test_turns_exactly_its_card_red(folder: Path, outcome: str) -> None:
     failed = case("mistral3/ministral3", "layouts", "cp", outcome)
-    found = cards.results([results(folder, *ALL, case("mistral3/ministral3", "layouts", "cp"), failed)])
+    found = cards.results([results(folder, *ALL, case("mistral3/ministral3", "layouts", "pp"), failed)])
     cards.write(found, ABOUT)
     verdicts = {family: cards.load(family)["verdict"] for family in FAMILIES}
     partly = dict.fromkeys(FAMILIES, "partly tested")
     assert verdicts == partly | {"llama": "passed", "mistral3/ministral3": "FAILED"}
-    assert "| layouts | 2 | **cp FAILED** |" in cards.page("mistral3/ministral3", "")
+    assert "| layouts | 2 | **cp FAILED**, pp |" in cards.page("mistral3/ministral3", "")
     marks = cards.BEGIN + cards.END
     assert "| [mistral3/ministral3](mistral3-ministral3.md) | **FAILED**: layouts | 2 |" in cards.index(marks)
     told = " ".join(cards.summary(marks).split())
     assert f"**1 of {len(FAMILIES)} [cards](docs/cards/index.md) passed all 9 lines**" in told
     assert "1 failed: mistral3/ministral3" in told
+
+
+def test_a_later_file_replaces_results_of_the_same_test(folder: Path) -> None:
+    (folder / "later").mkdir()
+    files = [
+        results(folder, case("llama", "LoRA", outcome="failure")),
+        results(folder / "later", case("llama", "LoRA")),
+    ]
+    assert cards.verdict(cards.results(files)["llama"]) == "partly tested"
+    assert cards.verdict(cards.results(files[::-1])["llama"]) == "FAILED"
 
 
 def test_results_without_a_test_of_a_card_are_refused(folder: Path) -> None:

@@ -45,6 +45,7 @@ DRAWN_BY_HAND: Mapping[str, str] = {
     "dynamic-cp.png": "`plot_dynamic_cp` of commit 6f3cfd08",
     "layouts.svg": "python -m tools.plot_layouts",
     "distil.png": "sft plot",
+    "extension.png": "python -m tools.context_extension",
     "inspect.png": "sft data inspect",
     "plan.png": "sft plan",
     "retrieval.png": "sft plot",

@@ -59,7 +59,7 @@ CASES: dict[str, tuple[tuple[int, int, bool], ...]] = {
     ),
     "Qwen/Qwen3-32B": ((128 * K, 4, False), (M, 1, False), (M, 1, True)),
     "meta-llama/Llama-3.1-8B-Instruct": (
-        *((64 * K, 1, False), (256 * K, 4, False), (M, 16, False)),
+        *((64 * K, 1, False), (256 * K, 4, False), (512 * K, 8, False), (M, 16, False)),
         *((256 * K, 1, True), (512 * K, 4, True), (M, 1, False), (M, 1, True)),
         (FIVE_M, 1, False),
     ),

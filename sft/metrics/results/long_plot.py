@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from sft.console import short_count
@@ -22,6 +24,19 @@ def shares(scores: LongScores, task: str) -> np.ndarray:
     )
 
 
+def draw_heat_map(axes: Axes, scores: LongScores, task: str, title: str) -> AxesImage:
+    """Draw the shares of right answers of a task, depth by length."""
+    values = shares(scores, task)
+    image = axes.imshow(values, cmap=_COLORS, vmin=0, vmax=1, aspect="auto")
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_xticks(range(len(scores.lengths)), [short_count(length) for length in scores.lengths], fontsize=8)
+    axes.set_yticks(range(len(scores.depths)), [f"{depth:.0%}" for depth in scores.depths], fontsize=8)
+    for (row, column), value in np.ndenumerate(values):
+        if np.isfinite(value):
+            axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7)
+    return image
+
+
 def draw(scores: LongScores, out: Path) -> None:
     """Write the picture, in the format of the name's ending."""
     columns = min(_COLUMNS, len(scores.tasks))
@@ -32,14 +47,7 @@ def draw(scores: LongScores, out: Path) -> None:
     for axes in panels.flat[len(scores.tasks) :]:
         axes.set_visible(False)
     for axes, task in zip(panels.flat, scores.tasks):
-        values = shares(scores, task)
-        image = axes.imshow(values, cmap=_COLORS, vmin=0, vmax=1, aspect="auto")
-        axes.set_title(task, loc="left", fontsize=10)
-        axes.set_xticks(range(len(scores.lengths)), [short_count(length) for length in scores.lengths], fontsize=8)
-        axes.set_yticks(range(len(scores.depths)), [f"{depth:.0%}" for depth in scores.depths], fontsize=8)
-        for (row, column), value in np.ndenumerate(values):
-            if np.isfinite(value):
-                axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7)
+        image = draw_heat_map(axes, scores, task, task)
     figure.colorbar(image, ax=panels, label="right answers", shrink=0.8)
     figure.supxlabel("length in tokens", fontsize=9)
     figure.supylabel("depth of the evidence", fontsize=9)

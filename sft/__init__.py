@@ -13,7 +13,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sft.api.checks import Checked, check
     from sft.api.data import Prepared, PreparedSet, prepare
+    from sft.api.evaluation import Evaluated, evaluate
     from sft.api.generation import Generated, Prompt, generate
     from sft.api.models import Exported, export
     from sft.api.plans import Plan, PlanOptions, plan
@@ -27,15 +29,19 @@ __version__ = "0.1.0"
 __all__ = [
     "__version__",
     "load",
+    "check",
     "prepare",
     "train",
+    "evaluate",
     "export",
     "plan",
     "generate",
     "Recipe",
+    "Checked",
     "Prepared",
     "PreparedSet",
     "Outcome",
+    "Evaluated",
     "Exported",
     "Plan",
     "PlanOptions",
@@ -46,15 +52,19 @@ __all__ = [
 ]
 _HOMES = {
     "load": "sft.api.recipes",
+    "check": "sft.api.checks",
     "prepare": "sft.api.data",
     "train": "sft.api.training",
+    "evaluate": "sft.api.evaluation",
     "export": "sft.api.models",
     "plan": "sft.api.plans",
     "generate": "sft.api.generation",
     "Recipe": "sft.recipe.resolved",
+    "Checked": "sft.api.checks",
     "Prepared": "sft.api.data",
     "PreparedSet": "sft.api.data",
     "Outcome": "sft.run.outcome",
+    "Evaluated": "sft.api.evaluation",
     "Exported": "sft.api.models",
     "Plan": "sft.api.plans",
     "PlanOptions": "sft.api.plans",

@@ -12,6 +12,7 @@ import importlib.metadata
 import io
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -43,6 +44,7 @@ from sft.commands import (
 from sft.errors import MAY_SUCCEED, ConfigError, SftError
 from sft.files.atomic_files import explained
 
+_UNKNOWN_COMMAND = re.compile(r"argument \w*COMMAND: invalid choice: '([\w-]+)' \(choose from (.*)\)$")
 _SECONDS_FOR_RANK_0 = 10.0
 _RUNS = (["train"], ["eval"], ["score"], ["probe"])  # other commands have one process, even if RANK is set
 # In the order of `sft --help`.
@@ -161,6 +163,9 @@ def _report_to_torchrun(message: str) -> None:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        if unknown := _UNKNOWN_COMMAND.match(message):
+            close = difflib.get_close_matches(unknown[1], re.findall(r"[\w-]+", unknown[2]), n=1)
+            message += f".  Did you mean {close[0]}?" if close else ""
         end = "" if message.endswith("?") else "."
         raise ConfigError(f"{message}{end}\n{self.format_usage().strip()}")
 

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Protocol, TextIO
 
@@ -33,17 +33,33 @@ class Progress(Protocol):
 
 
 class Console:
-    """Prints all lines of a run.  Rank 0 prints; the other ranks print nothing."""
+    """Prints all lines of a run.  Rank 0 prints; the other ranks print nothing.
 
-    def __init__(self, rank: int, stream: TextIO = sys.stdout, *, clock: Callable[[], float] = time.monotonic) -> None:
+    is_quiet  print only warnings and results
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        stream: TextIO = sys.stdout,
+        *,
+        is_quiet: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._prints, self._stream, self._clock = rank == 0, stream, clock
-        self._has_bars = self._prints and _shows_bars(stream)
+        self._is_quiet = is_quiet
+        self._has_bars = self._prints and not is_quiet and _shows_bars(stream)
 
     def say(self, text: str) -> None:
-        """Print one or more lines above any progress bar, and flush the stream.
+        """Print one or more lines above any progress bar, and flush the stream.  A quiet console prints only warnings.
 
         A line is cut after 4,000 characters, and control characters are escaped.
         """
+        if not self._is_quiet or text.startswith("WARNING"):
+            self.result(text)
+
+    def result(self, text: str) -> None:
+        """Print lines as `say`, also on a quiet console."""
         if self._prints:
             text = "\n".join(map(capped, printable(text).split("\n")))
             try:
@@ -172,6 +188,11 @@ def _measure_progress(progress: Progress, measure: Callable[[], int], is_over: t
                 units = shown
             progress.advance(units - shown)  # also by 0, because the shown rate changes with time
             shown = units
+
+
+def grouped(name: str, lines: Sequence[str]) -> str:
+    """Lines with the name of their group before the first one.  The others are indented: `data    25 packs\n    ...`"""
+    return "\n".join(f"{label:7} {line}" for label, line in zip([name, *[""] * len(lines)], lines, strict=False))
 
 
 def duration(seconds: float) -> str:

@@ -21,6 +21,7 @@ from sft.layers.flops import describe_parameters, num_parameters
 from sft.mcore import process_groups
 from sft.mcore.backends.kernel_lines import kernel_lines
 from sft.mcore.engine import Engine
+from sft.metrics.callbacks import Callbacks
 from sft.metrics.log import MetricsLog
 from sft.metrics.records import Record
 from sft.metrics.run_facts import RunFacts
@@ -35,6 +36,7 @@ from sft.recipe.tokenizer import tokenizer_of
 from sft.run.compilation import compile_first
 from sft.run.evaluation import Evaluator
 from sft.run.gpu_memory import GpuMemory
+from sft.run.gpu_peak import peak_tflops
 from sft.run.lifecycle import Lifecycle
 from sft.run.outcome import Outcome, closing_line
 from sft.run.profiler import Profiler
@@ -62,9 +64,11 @@ class Trainer:
         console: Console,
         lifecycle: Lifecycle,
         profiler: Profiler,
+        callbacks: Callbacks | None = None,
     ) -> None:
         self.recipe, self.config, self.layout, self.groups = recipe, recipe.config, layout, groups
         self.console, self.lifecycle, self.profiler = console, lifecycle, profiler
+        self.callbacks = callbacks
         self.folder = Path(self.config.run.dir)
         checkpoints, config = self.folder / "checkpoints", self.config
         tokenizer = tokenizer_of(config)
@@ -128,7 +132,7 @@ class Trainer:
         is_last = state.step >= self.num_steps
         broadcast_from_rank0(partial(self.exports.resumed, state, is_last=is_last), self.groups.control)
         if self._is_done(state):
-            self.console.say(f"nothing to do: the run in {self.folder} has done all its {self.num_steps} steps")
+            self.console.result(f"nothing to do: the run in {self.folder} has done all its {self.num_steps} steps")
             return self._outcome(state, self._end(state, None), None)
         broadcast_from_rank0(
             partial(_write_inputs, self.recipe, self.data.row_reports, self.folder), self.groups.control
@@ -162,7 +166,7 @@ class Trainer:
             stop = self._end(state, stop)
             metrics.summarise()
         outcome = self._outcome(state, stop, metrics.last)
-        self.console.say(closing_line(outcome))
+        self.console.result(closing_line(outcome))
         return outcome
 
     def _outcome(self, state: TrainState, stop: str | None, last: Record | None) -> Outcome:
@@ -264,14 +268,16 @@ class Trainer:
     def _open_metrics(self, state: TrainState) -> MetricsLog:
         """Open the metrics log, and print and log facts of this start.  Collective."""
         model, vocab_size, backend = self.config.model, self.engine.vocab_size, self.engine.backend
+        peak = peak_tflops(self.config, self.groups.device)
         metrics = MetricsLog.open(
             self.folder,
             self.console,
-            RunFacts.of(self.config, self.layout, vocab_size, self.trained),
+            RunFacts.of(self.config, self.layout, vocab_size, self.trained, peak_tflops=peak),
             self.groups.control,
             step=state.step,
             num_steps=self.num_steps,
             is_evaluated=not self.evaluator.is_missing(state.step, state.evaluated),
+            callbacks=self.callbacks,
         )
         for line in kernel_lines(self.config, backend, self.groups.device.type):
             self.console.say(line)

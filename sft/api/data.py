@@ -54,7 +54,7 @@ class Prepared:
     removed: Mapping[Path, int]
 
 
-def prepare(recipe: Recipe, *, verify: bool = False, sweep: bool = False) -> Prepared:
+def prepare(recipe: Recipe, *, verify: bool = False, sweep: bool = False, quiet: bool = False) -> Prepared:
     """Tokenise the data of the recipe once, in data.num_workers processes, without a model or a GPU.  Also make the
     long-context questions that the run asks (data.long.in_run).
 
@@ -62,6 +62,7 @@ def prepare(recipe: Recipe, *, verify: bool = False, sweep: bool = False) -> Pre
 
     verify: read all prepared data, and replace damaged data
     sweep: afterwards remove from the cache all data that belong to other files or settings
+    quiet: print nothing
 
     Raises ConfigError if a file of the recipe does not exist, and DataError, whose message begins with file:line, if a
     row cannot be used, no sample is left or the cache cannot be written.
@@ -73,7 +74,7 @@ def prepare(recipe: Recipe, *, verify: bool = False, sweep: bool = False) -> Pre
     from sft.recipe.tokenizer import tokenizer_of
 
     tokenizer = tokenizer_of(recipe.config)
-    console = Console(0, sys.stdout)
+    console = Console(0, sys.stdout, is_quiet=quiet)
     corpora = prepare_recipe(recipe.config, tokenizer, console, verify=verify)
     explained: set[str] = set()
     for corpus in corpora.values():

@@ -33,6 +33,7 @@ def export(
     dtype: Literal["float32", "float16", "bfloat16"] | None = None,
     format: "ExportFormat | None" = None,
     merged: bool | None = None,
+    quiet: bool = False,
 ) -> Exported:
     """Convert a checkpoint to the new Hugging Face folder `target`, in one process without a GPU.
 
@@ -42,6 +43,7 @@ def export(
     dtype: type of the trained tensors; None: the type that each has in the original model
     format: bf16 (not quantised), as_source, fp8_block, mxfp4, nvfp4 or int4; None follows checkpoint.export_format
     merged: True adds LoRA adapters to the weights, False writes the adapters alone, None follows lora.export
+    quiet: print only warnings
 
     Raises ConfigError or CheckpointError if there is no checkpoint, if it is damaged or of another model, if the target
     exists, or if the disk has too little room.  Then nothing was written.
@@ -52,7 +54,14 @@ def export(
     like = None if hf is None else model_folder(str(hf))
     folder = Path(target)
     checkpoint = export_hf(
-        Path(source), folder, Console(0), like=like, verify=verify, dtype=dtype, format=format, merged=merged
+        Path(source),
+        folder,
+        Console(0, is_quiet=quiet),
+        like=like,
+        verify=verify,
+        dtype=dtype,
+        format=format,
+        merged=merged,
     )
     num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     return Exported(folder=folder, checkpoint=checkpoint, num_bytes=num_bytes)

@@ -1,11 +1,10 @@
 """`sft.train`: trains a recipe, as one rank of a run."""
 
 import os
-import sys
-import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from sft.errors import ConfigError
+from sft.api.process import check_process, joins
 from sft.files.atomic_files import explained
 from sft.recipe.layout import launched_world_size, resolve_layout
 from sft.recipe.needs import check_packages, check_paths
@@ -14,11 +13,26 @@ from sft.recipe.run_dir import check_folder, download_weights
 from sft.run.outcome import Outcome
 from sft.run.refused_start import recorded
 
-_joined: set[tuple[str | None, str | None]] = set()  # MASTER_ADDR and MASTER_PORT where this process was a rank
+if TYPE_CHECKING:
+    from sft.metrics.callbacks import Callback
 
 
-def train(recipe: Recipe) -> Outcome:
+def train(
+    recipe: Recipe,
+    *,
+    on_step: "Callback | None" = None,
+    on_evaluation: "Callback | None" = None,
+    quiet: bool = False,
+) -> Outcome:
     """Train the recipe until its last step, or until the run is asked to stop.
+
+    on_step: called on rank 0 after each step with a copy of its record, which has the names and units of metrics.jsonl,
+    such as record["lm loss"] (docs/reference/metrics.md)
+    on_evaluation: called on rank 0 with the record of each pass over a held-out set, whose name is record["set"]
+    quiet: print only warnings and the summary at the end
+
+    A callback changes nothing in the training.  If it raises an exception, no callback is called any more, the run
+    finishes the step, saves and stops as after a stop signal, and `train` raises the exception on rank 0.
 
     In a program that torchrun started, each process calls `train` once and is one rank of the run.  In any other
     program, such as a notebook, this process is the whole run (tp = cp = pp = dp = 1), and may train one recipe after
@@ -35,7 +49,7 @@ def train(recipe: Recipe) -> Outcome:
     (too many losses that are not finite).  After an error in a program of torchrun, end the program, because the other
     ranks may wait for this one.
     """
-    _check_process()
+    check_process("train")
     with recorded(Path(recipe.config.run.dir)):
         layout = resolve_layout(recipe, launched_world_size() or 1)
         check_packages(recipe)
@@ -49,36 +63,12 @@ def train(recipe: Recipe) -> Outcome:
     from_user = environment.prepare(recipe.config, layout)  # before the next import, which may start CUDA
 
     from sft.api.rank import main
+    from sft.metrics.callbacks import Callbacks
 
-    if "RANK" in os.environ:
-        _joined.add(_meeting_point())
+    joins()
+    callbacks = Callbacks(on_step, on_evaluation)
     with explained():
-        return main(recipe, layout, from_user)
-
-
-def _check_process() -> None:
-    """Raise ConfigError if no run can start in this process."""
-    if threading.current_thread() is not threading.main_thread():
-        raise ConfigError(
-            "sft.train was called in a thread, but a run receives its stop signals in the main thread of a process.  "
-            "Call it there, or start `sft train` as a process."
-        )
-    if "RANK" in os.environ and _meeting_point() in _joined:
-        raise ConfigError(
-            "this process of torchrun has trained before, and its ranks can meet only once.  Start one program with "
-            "torchrun for each run; without torchrun, one process may train several recipes."
-        )
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        raise ConfigError(
-            "this process has a process group of torch.distributed, but sft.train makes its own.  Call "
-            "torch.distributed.destroy_process_group() first, or train in another process."
-        )
-
-
-def _meeting_point() -> tuple[str | None, str | None]:
-    """The address and port of the store at which the ranks meet.
-
-    The store keeps the addresses of the first run, so a second run needs another store.
-    """
-    return os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        outcome = main(recipe, layout, from_user, callbacks, is_quiet=quiet)
+    if callbacks.error is not None:
+        raise callbacks.error
+    return outcome

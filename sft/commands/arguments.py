@@ -25,6 +25,11 @@ def recipe_command(
     return command
 
 
+def add_quiet(command: ArgumentParser) -> None:
+    """Add the option with which a command prints no progress."""
+    command.add_argument("--quiet", action="store_true", help="print only warnings, results and errors")
+
+
 def count(text: str) -> int:
     """A number of an option, with an optional unit: 65536, 64K, 1M."""
     from sft.config.keys import in_units

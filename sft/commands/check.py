@@ -1,22 +1,12 @@
-"""`sft check`: resolves and validates a recipe, and prints its layout, its memory and its data."""
+"""`sft check`: prints what `sft.check` finds."""
 
-import os
-import time
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 from sft.commands.arguments import read_recipe, recipe_command
-from sft.commands.output import print_group, progress, show
-from sft.errors import ConfigError
+from sft.commands.output import print_group, show
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from sft.data.chat.tokenizer import ChatTokenizer
-    from sft.estimate.gpus import Gpu
-    from sft.estimate.lengths import Lengths
-    from sft.layers.adapters import Trained
-    from sft.parallel.layout import Layout
     from sft.recipe.resolved import Recipe
 
 
@@ -32,265 +22,22 @@ def add(commands: Any) -> None:
 
 
 def check(arguments: Namespace) -> None:
-    from sft.commands.resume_lines import without_data
-    from sft.recipe.layout import launched_world_size, resolve_layout
-    from sft.recipe.needs import check_packages, check_paths
-    from sft.recipe.run_dir import check_folder
-
     recipe = read_recipe(arguments)
-    gpu = _gpu(recipe, arguments.gpu)
-    launched = launched_world_size()
-    world_size = launched if arguments.world_size is None else arguments.world_size
     if arguments.explain:
-        from sft.recipe.explain import explain
-
-        for key in arguments.explain:
-            show(explain(recipe, key, lambda: resolve_layout(recipe, world_size)))
+        _explain(recipe, arguments)
         return
-    layout = resolve_layout(recipe, world_size)
-    check_packages(recipe)
-    check_folder(recipe, has_files=not arguments.no_data)
-    print_group("layout", layout.equations(recipe.config.data.seq_length))
-    _print_lengths(recipe)
-    _print_rotary(recipe)
-    if arguments.no_data:
-        from sft.estimate.lengths import Lengths
-        from sft.recipe.tokenizer import tokenizer_of
 
-        built_in = recipe.config.tokenizer == "byte"
-        vocab_size = tokenizer_of(recipe.config).vocab_size if built_in else None
-        _print_model(recipe, layout, vocab_size, gpu)
-        lengths = Lengths.all_of(recipe.config.data.seq_length)
-        _print_time(recipe, layout, vocab_size, lengths, gpu)
-        _print_questions(recipe, layout, vocab_size, lengths)
-        print_group("weights", ["not read (--no-data)"])
-        print_group("data", ["not read (--no-data)"])
-        lines, warnings = without_data(recipe, layout)
-        print_group("resume", lines)
-        _print_warnings(recipe, warnings, num_steps=recipe.config.train.num_steps)
-    else:
-        check_paths(recipe)
-        _check_data(recipe, layout, gpu)
+    from sft.api.checks import topics
 
-
-def _gpu(recipe: "Recipe", name: str | None) -> "Gpu | None":
-    """The GPU of this name; without a name, the GPU of this machine if it has one and the recipe may use it."""
-    from sft.estimate import gpus
-
-    if name is not None:
-        return gpus.gpu(name)
-    return None if recipe.config.run.device == "cpu" else gpus.gpu_of_machine()
-
-
-def _print_lengths(recipe: "Recipe") -> None:
-    """Print to which lengths the rotary positions reach."""
-    from sft.recipe.rope_lengths import rope_lengths
-
-    if lines := rope_lengths(recipe):
-        print_group("lengths", lines)
-
-
-def _print_rotary(recipe: "Recipe") -> None:
-    """Print the reason if the run may use Transformer Engine, but its fused rotary kernel cannot be used."""
-    from sft.layers.fused_rotary import why_not
-
-    config = recipe.config
-    may_run = config.attention.may_be_te(config.run.device) and config.auto_is_portable is None
-    if may_run and (problem := why_not(config)):
-        print_group("rotary", [f"with te: {problem}"])
-
-
-def _check_data(recipe: "Recipe", layout: "Layout", gpu: "Gpu | None") -> None:
-    from sft.recipe.tokenizer import tokenizer_of
-
-    train = recipe.config.train
-    tokenizer = tokenizer_of(recipe.config)
-    _print_model(recipe, layout, tokenizer.vocab_size, gpu)
-
-    # These modules import torch, which takes long.  So _print_model first refuses a recipe that does not fit.
-    from sft.commands.resume_lines import with_data
-    from sft.console import size
-    from sft.data.cache.prepare import prepare_recipe
-    from sft.data.inspect import cp_forecast
-    from sft.data.inspect.forecast import length_lines
-    from sft.data.loader import make_loader
-    from sft.estimate.lengths import Lengths
-    from sft.estimate.memory import estimate
-    from sft.parallel.layout import vocab_rows
-    from sft.recipe.long_questions import make_in_run, usable_bytes
-    from sft.recipe.run_checks import wasteful_multiple
-    from sft.recipe.start import check_weights
-    from sft.weights.trained import trained_weights
-
-    rows = vocab_rows(recipe.config.model, tokenizer.vocab_size)
-    trained = trained_weights(recipe.config, rows)
-    for name, lines in check_weights(recipe.config, trained, rows).items():
+    for name, lines in topics(recipe, world_size=arguments.world_size, gpu=arguments.gpu, data=not arguments.no_data):
         print_group(name, lines)
-    corpora = prepare_recipe(recipe.config, tokenizer, progress())
-    corpus = corpora.pop("train")
-    loader = make_loader(recipe.config, layout, corpus, pad_id=0)
-    num_steps = train.num_steps or loader.plans.total_steps(train.num_epochs or 1)
-    loader.plans.check_length(num_steps)
-    plan = loader.plans.plan(0)
-    explained: set[str] = set()
-    lines = [
-        *corpus.summary(explained).splitlines(),
-        f"{len(plan):,} packs of at most {recipe.config.data.seq_length:,} tokens, {plan.fill:.1%} full, "
-        f"of which {plan.alignment_waste:.1%} is padding inside documents",
-        *length_lines(recipe.config, plan),
-        *([cp_forecast.short_line(loader)] if layout.cp_sizes else ()),
-    ]
-    print_group("data", lines)
-    lines, warnings = with_data(recipe, layout, corpus, loader, rows)
-    print_group("resume", lines)
-    lengths = Lengths.of_corpus(corpus.shapes)
-    if lengths.trees:
-        needed = estimate(recipe.config, layout, rows, trained=trained, lengths=lengths).device
-        print_group(
-            "memory", [f"per rank with the trees of an average pack, estimated and not measured: {size(needed)}"]
-        )
-    if gpu is not None:
-        _check_fit(recipe, layout, rows, trained, lengths, gpu)
-    _print_time(recipe, layout, tokenizer.vocab_size, lengths, gpu)
-    usable = usable_bytes(recipe.config, layout, gpu)
-    asked = make_in_run(recipe, layout, tokenizer, corpus, progress(), lambda: num_steps, usable)
-    print_group("questions", asked.lines)
-    for name, held_out in corpora.items():
-        print_group(name, held_out.summary(explained).splitlines())
-    _print_serving(recipe, tokenizer)
-    waste = wasteful_multiple(recipe.config, corpus.lengths)
-    _print_warnings(recipe, [*warnings, *waste], num_steps=num_steps, num_packs=len(plan), longest=corpus.longest)
 
 
-def _print_warnings(recipe: "Recipe", others: "Sequence[str]", **length: int | None) -> None:
-    """Print the warnings about a run of this length.  Raises ConfigError if training would refuse the run."""
-    from sft.recipe.run_checks import check_run
+def _explain(recipe: "Recipe", arguments: Namespace) -> None:
+    """Show the keys of --explain."""
+    from sft.recipe.explain import explain
+    from sft.recipe.layout import launched_world_size, resolve_layout
 
-    for warning in [*check_run(recipe, **length), *others]:
-        print_group("WARNING", [warning])
-
-
-def _print_model(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None, gpu: "Gpu | None") -> None:
-    """Print the number of parameters and the predicted memory.  Raises ConfigError if the recipe does not fit the
-    GPU."""
-    from sft.estimate.lengths import Lengths
-    from sft.estimate.memory import describe
-    from sft.layers import kinds
-    from sft.layers.flops import describe_parameters, num_parameters
-    from sft.parallel.layout import surplus_note, vocab_rows
-    from sft.weights.trained import trained_weights
-
-    model = recipe.config.model
-    if model.vocab_size is None and tokenizer_size is None:
-        print_group(
-            "model", ["number of parameters unknown: model.vocab_size comes from the tokenizer, which was not read"]
-        )
-        return
-    rows = vocab_rows(model, tokenizer_size or 0)
-    trained = trained_weights(recipe.config, rows)
-    lines = [f"parameters {describe_parameters(model, rows)} with a vocabulary of {rows:,}"]
-    if (note := surplus_note(model, tokenizer_size or 0)) is not None:
-        lines.append(note)
-    if (line := kinds.describe(model)) is not None:
-        lines.append(line)
-    if trained.whole is not None:
-        lines.append(trained.describe(recipe.config.lora.rank, num_parameters(model, rows)))
-    print_group("model", lines)
-    print_group("memory", describe(recipe.config, layout, rows, trained))
-    if gpu is None and recipe.config.run.device != "cpu":
-        _warn_of_memory(recipe, layout, rows, trained)
-    if gpu is not None:
-        _check_fit(recipe, layout, rows, trained, Lengths.all_of(recipe.config.data.seq_length), gpu)
-
-
-def _warn_of_memory(recipe: "Recipe", layout: "Layout", rows: int, trained: "Trained") -> None:
-    """Print a warning if a rank needs more memory than the common GPUs have, or than some of them."""
-    from sft.estimate.communicators import nccl_bytes
-    from sft.estimate.gpus import COMMON, GIB, gpu, usable_memory
-    from sft.estimate.lengths import Lengths
-    from sft.estimate.memory import estimate
-
-    config = recipe.config
-    lengths = Lengths.all_of(config.data.seq_length)
-    needed = estimate(config, layout, rows, trained=trained, lengths=lengths).device
-    usable = {name: usable_memory(gpu(name), nccl_bytes(config, layout)).bytes for name in COMMON}
-    fitting = [name for name, num_bytes in usable.items() if needed <= num_bytes]
-    if len(fitting) == len(COMMON):
-        return
-    most = usable[COMMON[-1]] / GIB
-    fits = f"fits {' and '.join(fitting)} only" if fitting else f"fits no common GPU ({COMMON[-1]}: {most:,.0f} usable)"
-    advice = f"sft check {recipe.path} --gpu {COMMON[0]} names the cheapest change that fits"
-    print_group("WARNING", [f"a rank needs {needed / GIB:,.0f} GiB (predicted), which {fits}; {advice}"])
-
-
-def _check_fit(
-    recipe: "Recipe", layout: "Layout", rows: int, trained: "Trained", lengths: "Lengths", gpu: "Gpu"
-) -> None:
-    """Raise ConfigError if the recipe does not fit the GPU with documents of these lengths."""
-    from sft.estimate.constants import constants_of
-    from sft.estimate.gpus import GIB, HOST_GIB
-    from sft.planner.fit import problem
-    from sft.planner.task import Hardware, Task
-
-    config = recipe.config
-    hardware = Hardware(
-        gpu=gpu,
-        gpus_per_node=config.parallel.gpus_per_node,
-        fabric="",
-        constants=constants_of(gpu, config.parallel.inter_node_gb_s),
-        host_bytes=HOST_GIB * GIB,
-    )
-    task = Task(
-        name=config.model.hf or "",
-        config=config,
-        vocab_size=rows,
-        trained=trained,
-        lengths=lengths,
-        hardware=hardware,
-    )
-    if paragraph := problem(task, layout):
-        raise ConfigError(paragraph)
-
-
-def _print_serving(recipe: "Recipe", tokenizer: "ChatTokenizer") -> None:
-    """Print the `vllm serve` command that serves the adapters with the chat template and stop ids of the training.
-
-    Prints nothing for a whole model.
-    """
-    config = recipe.config
-    if not config.lora.is_used or config.lora.export != "adapter" or config.model.hf is None:
-        return
-    from sft.weights.serving import flags
-    from sft.weights.serving.served import served_of
-    from sft.weights.serving.served_files import record_of
-
-    if (served := served_of(config, tokenizer)) is not None:
-        record = record_of(served)
-        lines = [
-            f"adapters in the folder ADAPTER: {' '.join(flags.flags(record, config.model.hf, config.lora.rank or 0))}"
-        ]
-        if record.end_ids:
-            lines.append(f"without --generation-config, each request needs {flags.stop_ids(record)}")
-        print_group("serving", lines)
-
-
-def _print_time(
-    recipe: "Recipe", layout: "Layout", tokenizer_size: int | None, lengths: "Lengths", gpu: "Gpu | None"
-) -> None:
-    """Print the predicted time of a step, without the loss head if the size of the vocabulary is unknown."""
-    from sft.estimate.time import constants_for, describe
-    from sft.weights.trained import trained_weights
-
-    config = recipe.config
-    vocab_size = config.model.vocab_size or tokenizer_size or 0
-    constants, trained = constants_for(config, gpu), trained_weights(config, vocab_size)
-    lines = describe(config, layout, vocab_size, lengths, constants, os.environ, time.time(), trained)
-    print_group("time", lines)
-
-
-def _print_questions(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None, lengths: "Lengths") -> None:
-    """Print which long-context questions the run asks, as far as this is known without data."""
-    from sft.recipe.long_in_run import asked_in_run
-
-    vocab_size = recipe.config.model.vocab_size or tokenizer_size or 0
-    print_group("questions", asked_in_run(recipe, layout, vocab_size, lengths, recipe.config.train.num_steps).lines)
+    world_size = launched_world_size() if arguments.world_size is None else arguments.world_size
+    for key in arguments.explain:
+        show(explain(recipe, key, lambda: resolve_layout(recipe, world_size)))

@@ -1,9 +1,12 @@
 """`sft import` and `sft export`: convert models between Hugging Face and Megatron."""
 
+import shlex
 from argparse import BooleanOptionalAction, Namespace
 from pathlib import Path
 from typing import Any
 
+from sft.commands.arguments import add_quiet
+from sft.commands.output import show_next
 from sft.console import Console
 
 FORMATS = ("as_source", "bf16", "fp8_block", "mxfp4", "nvfp4", "int4")  # values of checkpoint.export_format
@@ -37,6 +40,7 @@ def add(commands: Any) -> None:
     about += " (default: lora.export of the recipe)"
     to_hf.add_argument("--merged", action=BooleanOptionalAction, default=None, help=about)
     about = "process id of the run that starts this export; the export ends when the run ends"
+    add_quiet(to_hf)
     to_hf.add_argument("--end-with", metavar="PID", type=int, help=about)
     to_hf.set_defaults(action=export_model, parser=to_hf)
 
@@ -64,4 +68,7 @@ def export_model(arguments: Namespace) -> None:
         dtype=arguments.dtype,
         format=arguments.format,
         merged=arguments.merged,
+        quiet=arguments.quiet,
     )
+    if arguments.end_with is None and not arguments.quiet:
+        show_next(f"sft generate {shlex.quote(str(arguments.target))} --prompt TEXT")

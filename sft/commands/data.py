@@ -2,14 +2,15 @@
 
 import json
 import os
+import shlex
 import sys
 from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sft.commands.arguments import read_recipe, recipe_command
-from sft.commands.output import need_matplotlib, picture_file, print_group, progress, show
+from sft.commands.arguments import add_quiet, read_recipe, recipe_command
+from sft.commands.output import need_matplotlib, picture_file, print_group, progress, show, show_next
 from sft.console import size
 from sft.errors import ConfigError
 
@@ -26,6 +27,7 @@ def add(commands: Any) -> None:
     prepare_.add_argument(
         "--sweep", action="store_true", help="afterwards remove the data of other settings from the cache"
     )
+    add_quiet(prepare_)
     about = "show lengths, masks, duplicates, and samples that fit"
     inspect_ = recipe_command(data, "inspect", inspect, about)
     inspect_.add_argument("--json", action="store_true", help="print one JSON object (docs/how-to/inspect.md)")
@@ -58,11 +60,13 @@ def prepare(arguments: Namespace) -> None:
 
     from sft.api.data import prepare as prepare_data
 
-    prepared = prepare_data(recipe, verify=arguments.verify, sweep=arguments.sweep)
+    prepared = prepare_data(recipe, verify=arguments.verify, sweep=arguments.sweep, quiet=arguments.quiet)
     if arguments.sweep:
         lines = [f"removed {folder} ({size(num_bytes)})" for folder, num_bytes in prepared.removed.items()]
         freed = sum(prepared.removed.values())
         print_group("sweep", [*lines, f"{prepared.cache_dir}: {size(freed)} freed"])
+    if not arguments.quiet:
+        show_next(f"sft train {shlex.join([arguments.recipe, *arguments.overrides])}")
 
 
 def inspect(arguments: Namespace) -> None:

@@ -1,12 +1,13 @@
 """`sft eval`: scores weights on held-out sets, or on the questions of long-context suites."""
 
 import os
+import shlex
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sft.commands.arguments import read_recipe, recipe_command
-from sft.commands.output import need_matplotlib, picture_file, progress
+from sft.commands.arguments import add_quiet, read_recipe, recipe_command
+from sft.commands.output import need_matplotlib, picture_file, progress, show_next
 from sft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ def add(commands: Any) -> None:
     command = recipe_command(commands, "eval", evaluate, about)
     add_source(command)
     command.add_argument("--json", metavar="FILE", type=Path, help="write the records into FILE (docs/how-to/eval.md)")
+    add_quiet(command)
     about = "ask questions about long texts, instead of scoring data.eval (data.long)"
     command.add_argument("--long", action="store_true", help=about)
     about = "compare documents of data.eval with their last quarter: does far context help?"
@@ -42,43 +44,31 @@ def add_source(command: ArgumentParser) -> None:
 
 def evaluate(arguments: Namespace) -> None:
     """Run `sft eval`.  Each process of torchrun calls this function."""
-    from sft.recipe.layout import launched_world_size, resolve_layout
-    from sft.recipe.needs import check_paths
-
     recipe = read_recipe(arguments)
     _check_arguments(arguments)
     if arguments.long:
         _evaluate_long(recipe, arguments)
         return
-    if not recipe.config.data.eval_sets:
-        raise ConfigError(
-            f"data.eval ({recipe.origins['data.eval']}) names no held-out set, so there is nothing to score.  Give "
-            "data.eval=FILE, or data.eval={NAME: FILE, ...} for several sets."
-        )
-    layout = resolve_layout(recipe, launched_world_size() or 1)
-    check_paths(recipe, trains=False)
-    if os.environ.get("RANK", "0") == "0":  # the other ranks wait for this rank when they join the process group
-        from sft.data.cache.prepare import prepare_held_out
-        from sft.recipe.tokenizer import tokenizer_of
 
-        prepare_held_out(recipe.config, tokenizer_of(recipe.config), progress())
+    from sft.api import evaluation
 
-    source: str | None = arguments.source
-    download(recipe, source)
-
-    from sft.run import environment
-
-    environment.prepare(recipe.config, layout)  # before the next import, which may start CUDA
-
-    if arguments.context:
-        from sft.evaluate import context
-
-        context.main(recipe, layout, source, arguments.json)
+    if not arguments.context:
+        evaluated = evaluation.evaluate(recipe, arguments.source, file=arguments.json, quiet=arguments.quiet)
+        if not arguments.quiet:
+            _show_next(recipe, arguments, is_trained=evaluated.step > 0)
         return
+    layout = evaluation.ready(recipe, arguments.source)
 
-    from sft.evaluate.held_out import main
+    from sft.evaluation import context
 
-    main(recipe, layout, source, arguments.json)
+    context.main(recipe, layout, arguments.source, arguments.json)
+
+
+def _show_next(recipe: "Recipe", arguments: Namespace, *, is_trained: bool) -> None:
+    if arguments.source is None and not is_trained:  # the weights from which the run starts
+        show_next(f"sft train {shlex.join([arguments.recipe, *arguments.overrides])}")
+    elif recipe.config.model.hf is not None:
+        show_next(f"sft generate {shlex.quote(arguments.source or recipe.config.run.dir)} --prompt TEXT")
 
 
 def _check_arguments(arguments: Namespace) -> None:
@@ -100,6 +90,7 @@ def _check_arguments(arguments: Namespace) -> None:
 
 def _evaluate_long(recipe: "Recipe", arguments: Namespace) -> None:
     """Run `sft eval --long`."""
+    from sft.api.evaluation import download
     from sft.metrics.long import read_scores
     from sft.recipe.layout import launched_world_size, resolve_layout
     from sft.recipe.long import asking, suite_settings
@@ -119,7 +110,7 @@ def _evaluate_long(recipe: "Recipe", arguments: Namespace) -> None:
 
     environment.prepare(recipe.config, layout)  # before the next import, which may start CUDA
 
-    from sft.evaluate.long import main
+    from sft.evaluation.long import main
 
     scores = main(recipe, layout, arguments.source, arguments.json, settings, before)
     if is_first and arguments.picture is not None:
@@ -146,18 +137,3 @@ def _make_questions(recipe: "Recipe", settings: "SuiteSettings", before: "LongSc
             "--before has the scores of other questions than this recipe asks, so they cannot be compared.  Score both "
             "weights with the same data.long, data.seq_length, tokenizer and chat template, and the same positions."
         )
-
-
-def download(recipe: "Recipe", source: str | None) -> None:
-    """Download the weights that the recipe or `source` names, where they are on the hub."""
-    from sft.hf import hub, hub_weights
-    from sft.recipe.run_dir import download_weights
-
-    if source is None:
-        download_weights(recipe)
-    elif hub.is_hub_name(source):
-        hub_weights.model_folder(source)
-    elif (Path(source) / "adapter_config.json").is_file():
-        download_weights(recipe, has_adapters=True)
-    elif recipe.config.lora.is_used and not (Path(source) / hub.CONFIG).is_file():  # a checkpoint of adapters
-        download_weights(recipe)

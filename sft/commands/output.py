@@ -1,12 +1,13 @@
 """Prints the results of commands on stdout and their progress on stderr, and writes their pictures."""
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from sft.console import Console
+from sft.console import Console, grouped
 from sft.errors import ConfigError, printable
 from sft.files.atomic_files import replacing, unusable
 
@@ -17,9 +18,15 @@ def show(text: str) -> None:
 
 
 def print_group(name: str, lines: Sequence[str]) -> None:
-    """Print lines of a result.  The name of the group is before the first line; the others are indented."""
-    for label, line in zip([name, *[""] * len(lines)], lines, strict=False):
-        show(f"{label:7} {line}")
+    """Print lines of a result, as `grouped`; nothing if there are none."""
+    if lines:
+        show(grouped(name, lines))
+
+
+def show_next(*commands: str) -> None:
+    """Print, on rank 0, commands that a user may want next."""
+    if os.environ.get("RANK", "0") == "0":
+        print_group("next", [" or ".join(commands)])
 
 
 def progress() -> Console:

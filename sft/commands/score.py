@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sft.commands.arguments import read_recipe, recipe_command
-from sft.commands.evaluate import add_source, download
+from sft.commands.evaluate import add_source
 from sft.commands.output import progress
 from sft.errors import ConfigError
 from sft.files.atomic_files import why_no_folder
@@ -25,6 +25,7 @@ def add(commands: Any) -> None:
 
 def score(arguments: Namespace) -> None:
     """Run `sft score`.  Each process of torchrun calls this function."""
+    from sft.api.evaluation import download
     from sft.config.teacher import TeacherConfig
     from sft.recipe.layout import launched_world_size, resolve_layout
     from sft.recipe.needs import check_paths
@@ -51,6 +52,6 @@ def score(arguments: Namespace) -> None:
 
     environment.prepare(recipe.config, layout)  # before the next import, which may start CUDA
 
-    from sft.evaluate.distributions import main
+    from sft.evaluation.distributions import main
 
     main(recipe, layout, source, folder, k)

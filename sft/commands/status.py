@@ -21,8 +21,8 @@ def status(arguments: Namespace) -> int:
 
     Raises the error with which the next start would end, if it can be found without data and a GPU.
     """
-    from sft.commands.resume_lines import next_start
     from sft.config import yaml
+    from sft.recipe.resume_lines import next_start
     from sft.run.lock import is_gone
     from sft.run.status import describe, read, verdict
 

@@ -1,10 +1,12 @@
 """`sft train`: trains a recipe."""
 
+import shlex
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from sft.commands.arguments import read_recipe, recipe_command
+from sft.commands.arguments import add_quiet, read_recipe, recipe_command
+from sft.commands.output import show_next
 from sft.commands.status import status as report_status
 from sft.errors import ConfigError
 
@@ -19,6 +21,7 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--log-dir", metavar="DIR", type=Path, help="with --processes: write the output of each rank into this folder"
     )
+    add_quiet(command)
 
 
 def train(arguments: Namespace) -> int:
@@ -34,7 +37,12 @@ def train(arguments: Namespace) -> int:
 
     from sft.api.training import train as train_recipe
 
-    return train_recipe(recipe).exit_code
+    outcome = train_recipe(recipe, quiet=arguments.quiet)
+    if outcome.is_done and not arguments.quiet:
+        folder = shlex.quote(str(outcome.folder))
+        answers = [f"sft generate {folder} --prompt TEXT"] if recipe.config.model.hf else []
+        show_next(f"sft export {folder} FOLDER", *answers, f"sft plot {folder}")
+    return outcome.exit_code
 
 
 def _train_ranks(arguments: Namespace) -> int:
@@ -53,7 +61,7 @@ def _train_ranks(arguments: Namespace) -> int:
     number = _number(arguments.processes, recipe.config.run.device)
     with recorded(Path(recipe.config.run.dir)):
         resolve_layout(recipe, number)
-    words = ["train", arguments.recipe, *arguments.overrides]
+    words = ["train", arguments.recipe, *(["--quiet"] if arguments.quiet else []), *arguments.overrides]
     code = run_ranks(words, number, grace_s=recipe.config.run.grace_s, log_dir=arguments.log_dir)
     if code not in (0, 2):
         report_status(arguments)  # why the run ended, and whether to start it again

@@ -28,8 +28,10 @@ RENAMED = {
 }
 # Names of values in other trainers and earlier versions, and their names in a recipe.
 _CALLED = {"gpu": "cuda", "float32": "fp32", "bfloat16": "bf16", "truncate": "cut_turns"}
+_CALLED |= dict.fromkeys(("flash_attention_2", "flash_attention_3", "flash_attention", "flash", "sdpa"), "auto")
 _COUNT = re.compile(r"([1-9][0-9]{0,9}) ?([kKmM])")
 _SHIFTS = {"K": 10, "M": 20}
+_BYTES = re.compile(r"([1-9][0-9]{0,9}) ?([kKmM])i?[bB]")
 
 
 @cache
@@ -255,6 +257,8 @@ def hint(key: str, value: Any) -> str:
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     if isinstance(value, float) and int in kinds and value.is_integer():
         return f"  Write {int(value)}."
+    if isinstance(value, bool) and {"none", "full"} <= set(choices):  # train.recompute, a switch elsewhere
+        return f"  Did you mean {'full' if value else 'none'}?"
     if not isinstance(value, str):
         return ""
     if _CALLED.get(value.lower()) in choices:
@@ -266,7 +270,9 @@ def hint(key: str, value: Any) -> str:
     if value.lower() in ("none", "null") and type(None) in kinds:
         return "  Write null, without quotes."
     if bool in kinds and value.lower() in ("y", "yes", "on", "true", "n", "no", "off", "false"):
-        return "  Write true or false, without quotes."
+        return f"  Write {'true' if value.lower() in ('y', 'yes', 'on', 'true') else 'false'}."
+    if int in kinds and (match := _BYTES.fullmatch(value)):
+        return f"  Write {match[1]}{match[2].upper()}, without B."
     number = re.sub(r"^([-+]?)0+(?=[0-9])", r"\1", re.sub("[_,]", "", value))
     if (int in kinds and yaml.INT.fullmatch(number)) or (float in kinds and yaml.FLOAT.fullmatch(number)):
         return f"  Write {number}, without quotes."

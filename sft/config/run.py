@@ -54,7 +54,8 @@ class LogConfig(Section):
     position_edges: list[Positive] = [4096, 16384, 65536]
     """Edges of ranges of positions in a document; the loss is also logged for each range."""
     peak_tflops: Annotated[float, Field(gt=0.0)] | None = None
-    """Peak dense TFLOPS of one GPU in the run's precision (H100 SXM bf16: 989), for MFU; null: no MFU is logged."""
+    """Peak dense TFLOPS of one GPU in the run's precision (H100 SXM bf16: 989), for MFU; null: that of the
+    GPU in bf16 if `sft plan --gpu` lists it, and otherwise no MFU is logged."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         if self.position_edges != sorted(set(self.position_edges)):

@@ -9,7 +9,7 @@ A global batch has consecutive samples, so the parts of one batch after the othe
 and files get their names when they are complete.  So a killed command continues with the first global batch that lacks
 a part, and the finished file does not depend on where the command was killed.
 
-This module decides where a score belongs.  `sft/evaluate/distributions.py` computes scores.
+This module decides where a score belongs.  `sft/evaluation/distributions.py` computes scores.
 """
 
 import json

@@ -64,10 +64,10 @@ class Source:
         return sum(self.stored.tensors[name].num_bytes for name in self.names("trained"))
 
     def describe(self) -> str:
-        """A text such as "Qwen/Qwen3-8B: 399 tensors trained, 0 passed through, 0 refused; 15.3 GiB"."""
+        """A text such as "Qwen/Qwen3-8B: 399 tensors trained; 15.3 GiB"."""
         passed_through = len(self.names("passed through"))
         trained = len(self.manifest) - passed_through
-        counts = f"{trained:,} tensors trained, {passed_through:,} passed through, 0 refused"
+        counts = f"{trained:,} tensors trained" + (f", {passed_through:,} passed through" if passed_through else "")
         count, number_format = len(self.stored.dequantised), self.stored.number_format
         quantised = f", {count:,} tensors stored in {number_format}" if count else ""
         return f"{self.name}: {counts}; {size(self.num_bytes)}{quantised}"

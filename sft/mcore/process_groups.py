@@ -6,7 +6,8 @@ initialises them from the same Layout.
 
 import datetime
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,6 +152,21 @@ def _two_levels(layout: Layout) -> dict[str, Any]:
     if layout.cp_a2a is None or importlib.util.find_spec("einops") is None:
         return {}
     return {"hierarchical_context_parallel_sizes": [layout.cp_a2a, layout.cp // layout.cp_a2a]}
+
+
+@contextmanager
+def left_at_end(world_size: int) -> Iterator[None]:
+    """A context at whose end this process leaves its groups, so that it may make others.
+
+    After an error, only a process without other ranks leaves, because another rank may wait in a collective.
+    """
+    try:
+        yield
+    except BaseException:
+        if world_size == 1 and dist.is_initialized():
+            stop()
+        raise
+    stop()
 
 
 def stop() -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from sft.console import Console, duration
 from sft.errors import StorageError
 from sft.files.atomic_files import unusable, why_not_written
+from sft.metrics.callbacks import Callbacks
 from sft.metrics.long import LongScores, table
 from sft.metrics.long_records import AnswersOfRun, answers_of_run
 from sft.metrics.records import Record, eval_record, long_record, start_record, train_record
@@ -49,15 +50,18 @@ class MetricsLog:
         step: int,
         num_steps: int,
         is_evaluated: bool,
+        callbacks: Callbacks | None = None,
     ) -> "MetricsLog":
         """The log in the run's folder.  Collective over `group`.
 
         is_evaluated  whether the held-out pass after `step` was completed; if not, the records of this pass are removed
+        callbacks     functions of the user, which rank 0 calls
         """
         writers: list[Writer] = []
 
         def open_all() -> None:
             writers.extend(open_writers(folder, run.config, step, console, is_evaluated=is_evaluated))
+            writers.extend([] if callbacks is None else [callbacks])  # last: the record is in metrics.jsonl then
 
         broadcast_from_rank0(open_all, group)
         return MetricsLog(folder, writers, console, run, step=step, num_steps=num_steps)
@@ -135,19 +139,27 @@ class MetricsLog:
         for name, losses in self._losses.items():
             if losses:
                 (first, before), (last, after) = losses[0], losses[-1]
-                self._console.say(f"lm loss, {name}: {before:.4f} (step {first}) -> {after:.4f} (step {last})")
+                self._console.result(f"lm loss, {name}: {before:.4f} (step {first}) -> {after:.4f} (step {last})")
 
     def _line(self, record: Record) -> str:
+        """A line of at most 120 columns; memory and MFU are in it where they are measured."""
         step, width = record["step"], len(str(self._num_steps))
         left = self._busy_s / (step - self._first) * (self._num_steps - step)  # without time for evaluation and saving
-        why = "not finite" if record["bad"] else "no supervised token"
-        note = f" | skipped: {why}" if record["skipped"] else ""
-        return (
-            f"step {step:>{width}}/{self._num_steps} | lm loss {_number(record['lm loss'])} | "
-            f"grad-norm {_norm(record['grad-norm'])} | lr {record['learning-rate']:.2e} | "
-            f"supervised {record['tokens/supervised']:>9,} of {record['tokens/real']:>11,} tokens | "
-            f"{record['tokens-per-second']:>9,.0f} tok/s | {record['step-time-s']:6.2f} s | left {duration(left)}{note}"
-        )
+        gib, mfu = record.get("memory/reserved-gib"), record.get("mfu")
+        parts = [
+            f"step {step:>{width}}/{self._num_steps}",
+            f"lm loss {_number(record['lm loss'])}",
+            f"grad-norm {_norm(record['grad-norm'])}",
+            f"lr {record['learning-rate']:.1e}",
+            f"{_rate(record['tokens-per-second'])} tok/s",
+            f"{record['step-time-s']:6.2f} s",
+            *([] if gib is None else [f"{gib:3.{int(gib < 9.95)}f} GiB"]),
+            *([] if mfu is None else [f"MFU {mfu:3.0%}"]),
+            f"left {duration(left)}",
+        ]
+        if record["skipped"]:  # instead of the speed of a step that trained nothing
+            parts[4:-1] = [f"skipped: {'not finite' if record['bad'] else 'no supervised token'}"]
+        return "  ".join(parts)
 
     def _remember(self, name: str, record: Record) -> None:
         if record["lm loss"] is not None:
@@ -165,8 +177,19 @@ class MetricsLog:
 
 
 def _number(loss: float | None) -> str:
-    return "      -" if loss is None else f"{loss:7.4f}"
+    return "     -" if loss is None else f"{loss:6.4f}"
 
 
 def _norm(norm: float | None) -> str:
-    return "        -" if norm is None else f"{norm:9.3f}"
+    if norm is None:
+        return "    -"
+    text = f"{norm:5.3g}"
+    return f"{norm:.1e}" if "e" in text else text
+
+
+def _rate(per_second: float) -> str:
+    """A number with three digits and a decimal unit: 50 -> `   50`, 12,441 -> `12.4K`, 1,234,567 -> `1.23M`"""
+    for least, factor, unit in ((999_500, 1e6, "M"), (999.5, 1e3, "K")):
+        if per_second >= least:
+            return f"{per_second / factor:.3g}{unit}".rjust(5)
+    return f"{per_second:5.0f}"

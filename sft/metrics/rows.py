@@ -262,7 +262,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row("tflops-per-rank", TRAIN, "TFLOP/s", MACHINE, Formula("Ratio", lambda step, run: run.tflops_per_rank(step)),
             AMOUNT, "model FLOPs of real tokens"),
         Row("mfu", TRAIN, "share", MACHINE, Formula("Ratio", lambda step, run: run.mfu(step)), AMOUNT,
-            "`tflops-per-rank` / `log.peak_tflops`, if it is set", only_if=lambda step, run: run.mfu(step) is not None),
+            "`tflops-per-rank` / peak of the GPU, if it is known", only_if=lambda step, run: run.mfu(step) is not None),
         Row("eval-time-s", EVAL, "s", MACHINE, _fact(lambda run: run.seconds), AMOUNT,
             "duration of the held-out pass by rank 0's clock"), ),
     "Dynamic CP": (

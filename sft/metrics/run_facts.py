@@ -13,21 +13,34 @@ from sft.parallel.layout import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """Facts of a run from which, together with totals, numbers of the log are computed."""
+    """Facts of a run from which, together with totals, numbers of the log are computed.
+
+    peak_tflops  peak dense TFLOP/s of one GPU in the run's precision; None: unknown
+    """
 
     config: Config
     layout: Layout
     num_parameters: int
     flops: TrainFlops
+    peak_tflops: float | None = None
     seconds: float = 0.0  # duration of the step or of the held-out pass
 
     @staticmethod
-    def of(config: Config, layout: Layout, vocab_size: int, trained: Trained = Trained()) -> "RunFacts":
+    def of(
+        config: Config,
+        layout: Layout,
+        vocab_size: int,
+        trained: Trained = Trained(),
+        *,
+        peak_tflops: float | None = None,
+    ) -> "RunFacts":
+        """peak_tflops: of the device, if log.peak_tflops does not say it"""
         return RunFacts(
             config=config,
             layout=layout,
             num_parameters=num_parameters(config.model, vocab_size),
             flops=TrainFlops.of(config.model, vocab_size, trained, config.lora.rank or 0),
+            peak_tflops=config.log.peak_tflops or peak_tflops,
         )
 
     def capacity(self, totals: Totals) -> int:
@@ -53,9 +66,8 @@ class RunFacts:
         return (flops + totals.attention_flops) / self.seconds / self.layout.world_size / 1e12
 
     def mfu(self, totals: Totals) -> float | None:
-        """Model FLOPs utilisation: `tflops_per_rank` / log.peak_tflops; None if log.peak_tflops is null."""
-        peak = self.config.log.peak_tflops
-        return None if peak is None else self.tflops_per_rank(totals) / peak
+        """Model FLOPs utilisation: `tflops_per_rank` / `peak_tflops`; None if the peak is unknown."""
+        return None if self.peak_tflops is None else self.tflops_per_rank(totals) / self.peak_tflops
 
 
 @dataclass(frozen=True)

@@ -91,8 +91,8 @@ def _ranks(config: Config, sizes: SplitSizes, world_size: int) -> Iterator[str]:
             rest = ", ".join(f"{other} = {size}" for other, size in ranks.items() if other != name)
             fitting = _listing(size for size in divisors(world_size // others) if fits(size))
             yield (
-                f"parallel.{name} = {ranks[name]} does not fit {have} with {rest}.  "
-                f"{words[name]}-parallel sizes that fit: {fitting}."
+                f"parallel.{name} = {ranks[name]} does not fit {have} with {rest}.  {words[name]}"
+                f"-parallel sizes that fit: {fitting}.{f'  Or start a multiple of {total}.' * (world_size > 1)}"
             )
             return
     product = " x ".join(f"{name} {size}" for name, size in ranks.items())

@@ -97,6 +97,9 @@ def _rate_warnings(config: Config) -> Iterator[str]:
     Models of a width below `_SMALL` are left out, because they are tests, and learn at high rates.
     """
     lr, is_lora = config.optim.lr, config.lora.is_used
+    if lr >= 1.0 and config.optim.name == "adamw":
+        yield f"optim.lr = {lr:g}: AdamW changes each weight by about the learning rate in each step"
+        return
     if (config.model.hidden_size or 0) < _SMALL or config.model.init_from == RANDOM:
         return
     if is_lora and lr < _LORA_RATES[0]:

@@ -28,8 +28,9 @@ from sft.run.watchdog import Watchdog
 class Lifecycle:
     """A context that lasts while this process uses the run's folder.
 
-    step    the last completed step
-    step_s  seconds that this step took
+    step         the last completed step
+    step_s       seconds that this step took
+    ask_to_stop  makes all ranks stop after the current step, as after a stop signal; called by any rank with the reason
     """
 
     def __init__(
@@ -54,8 +55,9 @@ class Lifecycle:
         with ExitStack() as contexts:
             broadcast_from_rank0(lambda: self._lock_folder(contexts), control)
             ends = deadline(run.exit_after_minutes, run.grace_s, os.environ)
-            stop = StopSignals(grace_s=run.grace_s, deadline=ends, report=self._console.say)
+            stop = StopSignals(grace_s=run.grace_s, deadline=ends, report=self._console.result)
             self._signals = contexts.enter_context(stop)
+            self.ask_to_stop = stop.ask
             self._watchdog = contexts.enter_context(
                 Watchdog(run.progress_timeout_s, self._folder, self._position.rank, on_hang=self._report_hang)
             )
@@ -71,9 +73,9 @@ class Lifecycle:
         self._contexts.__exit__(*error)
 
     def restored(self, step: int, num_steps: int) -> None:
-        """Called when the state after `step` is loaded.  Prints whether a step and a save fit into run.grace_s."""
+        """Called when the state after `step` is loaded.  Prints a warning if run.grace_s is too short."""
         self.step, self._num_steps = step, num_steps
-        if line := _grace_line(*self._earlier, self._run.grace_s, self._checkpoint):
+        if line := _grace_warning(*self._earlier, self._run.grace_s, self._checkpoint):
             self._console.say(line)
 
     def phase(self, name: str) -> None:
@@ -106,8 +108,9 @@ class Lifecycle:
 
         save_s: seconds that this save took
         """
-        if not self._has_saved and (line := _grace_line(self.step_s, save_s, self._run.grace_s, self._checkpoint)):
-            self._console.say(line)
+        warning = _grace_warning(self.step_s, save_s, self._run.grace_s, self._checkpoint)
+        if not self._has_saved and warning is not None:
+            self._console.say(warning)
         self._has_saved = True
         with self._warn_if_unwritable():
             status.progress(self._folder, self._start_id, step=step, step_s=self.step_s, save_s=save_s)
@@ -171,17 +174,21 @@ def _begin(folder: Path, next_step: Callable[[], int]) -> status.Status:
     return status.begin(folder, step=step)
 
 
-def _grace_line(step_s: float | None, save_s: float | None, grace_s: float, checkpoint: CheckpointConfig) -> str | None:
-    """A line that says whether a step and saves fit into run.grace_s; None if a duration is unknown.
+def _grace_warning(
+    step_s: float | None, save_s: float | None, grace_s: float, checkpoint: CheckpointConfig
+) -> str | None:
+    """A warning if a step and saves do not fit into run.grace_s; None if they do, or if a duration is unknown.
 
     With checkpoint.async_save, there may be two saves: a background save may have just begun when the run must stop.
     """
     if step_s is None or save_s is None:
         return None
+    stop_s = step_s + save_s * (2 if checkpoint.async_save else 1)
+    if stop_s <= grace_s:
+        return None
     saves = f"up to two saves ({save_s:.1f} s each)" if checkpoint.async_save else f"a save ({save_s:.1f} s)"
     line = f"stopping takes a step ({step_s:.1f} s) and {saves}; run.grace_s is {grace_s} s"
-    stop_s = step_s + save_s * (2 if checkpoint.async_save else 1)
-    return line if stop_s <= grace_s else f"WARNING: {line}.  This is too short: the last steps would be lost"
+    return f"WARNING: {line}.  This is too short: the last steps would be lost"
 
 
 class TrainingHangs(RuntimeError):

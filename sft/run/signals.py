@@ -94,6 +94,10 @@ class StopSignals:
                 self._reason = self._reason or why
         return self._reason
 
+    def ask(self, reason: str) -> None:
+        """Make the run stop as after a first signal, without a time limit."""
+        self._reason = self._reason or reason
+
     def disarm(self) -> None:
         """Ignore signals and the time limit from now on.  Called when the run ends by itself."""
         self._is_disarmed = True

@@ -18,8 +18,12 @@ folder, one = sys.argv[1], {"parallel.cp": 1}
 facts, before = {}, signal.getsignal(signal.SIGTERM)
 recipe = sft.load("recipe.yaml", one)
 assert sft.prepare(recipe).train.num_samples == 8
-first = sft.train(recipe)
+steps = []
+first = sft.train(recipe, on_step=lambda record: steps.append(record["lm loss"]))
+facts["steps"] = steps
 facts["first"] = [first.step, first.num_steps, first.stopped, first.last["lm loss"]]
+scored = sft.evaluate(sft.load("recipe.yaml", one | {"data.eval": "chat.jsonl"}))
+facts["scored"] = [scored.step, scored.records["eval"]["lm loss"], scored.weights]
 again = sft.train(recipe)
 facts["again"] = [again.step, again.is_done, again.last]
 try:  # the refusal to resume comes after the process group was made
@@ -27,12 +31,31 @@ try:  # the refusal to resume comes after the process group was made
 except sft.SftError as error:
     facts["refused"] = str(error)
 longer = {"run.dir": f"{folder}/longer", "data.cache_dir": f"{folder}/run/cache", "train.num_steps": 4}
+longer["data.eval"] = "chat.jsonl"
+sft.prepare(sft.load("recipe.yaml", one | longer), quiet=True)
 halved = sft.train(sft.load("recipe.yaml", one | longer | {"run.exit_after_minutes": 1e-6}))
 facts["stopped"] = [halved.step < 4, halved.exit_code, halved.stopped]
-ended = sft.train(sft.load("recipe.yaml", one | longer))
+print("QUIET")
+scores = []
+ended = sft.train(sft.load("recipe.yaml", one | longer), on_evaluation=scores.append, quiet=True)
+facts["scores"] = [(record["set"], record["step"]) for record in scores]
 facts["ended"] = [ended.step, ended.exit_code]
 facts["signals"] = signal.getsignal(signal.SIGTERM) == before
 json.dump(facts, open("facts.json", "w"))
+"""
+# The callback of rank 0 fails after the first step; RANKED continues this run.
+BROKEN = """
+import sft, torch
+
+def fails(record):
+    torch.manual_seed(0)
+    raise KeyError(record["step"])
+
+try:
+    outcome = sft.train(sft.load("recipe.yaml", {"run.dir": "ranked", "data.cache_dir": "run/cache"}), on_step=fails)
+    print("ENDED", outcome.step, outcome.stopped)
+except KeyError as error:
+    print("ENDED", repr(error))
 """
 RANKED = """
 import sft
@@ -55,10 +78,13 @@ def test_a_notebook_and_ranks_of_torchrun_train_as_the_command_does(
     assert [code for code, _, _ in start(tmp_path, [])] == [0, 0]
     expected = [record["lm loss"] for record in records(tmp_path, "train")]
 
-    (tmp_path / "ranked.py").write_text(RANKED)
     monkeypatch.chdir(tmp_path)
-    outputs = ended([Rank([], {**os.environ, **env}, "ranked") for env in environments(2)])
-    told = [out.partition("ENDED ")[2].strip() for _, out, _ in outputs]
+    for name, program in (("broken", BROKEN), ("ranked", RANKED)):
+        (tmp_path / f"{name}.py").write_text(program)
+        outputs = ended([Rank([], {**os.environ, **env}, name) for env in environments(2)])
+        told = [out.partition("ENDED ")[2].strip() for _, out, _ in outputs]
+        if name == "broken":
+            assert told == ["KeyError(1)", "1 another rank was asked to stop"], outputs
     assert told == [f"2 True {expected[-1]!r} True"] * 2, outputs
 
     (tmp_path / "alone").mkdir()
@@ -70,7 +96,12 @@ def test_a_notebook_and_ranks_of_torchrun_train_as_the_command_does(
     assert code == 0, out + err
     facts = json.loads((tmp_path / "alone/facts.json").read_text())
     assert facts["first"][:3] == [2, 2, None] and facts["first"][3] == pytest.approx(expected[-1], rel=1e-6)  # cp 1
+    step, loss, weights = facts["scored"]
+    assert step == 2 and loss == pytest.approx(expected[-1], rel=0.05) and "iter_0000002" in weights
     assert facts["again"] == [2, True, None]
     assert "run.seed" in facts["refused"] and "checkpoint.allow_changes" in facts["refused"]
     assert facts["stopped"][:2] == [True, 75] and "exit_after_minutes" in facts["stopped"][2]
-    assert facts["ended"] == [4, 0] and facts["signals"]
+    assert facts["ended"] == [4, 0] and facts["signals"] and facts["steps"][-1] == facts["first"][3]
+    assert facts["scores"][-1] == ["eval", 4]
+    said = [line.split(":")[0] for line in out.partition("QUIET\n")[2].splitlines()]
+    assert [line for line in said if line != "WARNING"] == ["lm loss, train", "lm loss, held-out", "done"]

@@ -81,7 +81,8 @@ def kind_of(path: Path) -> Kind:
                 f"data file {path} is a compressed table.  Decompress the file; tables have internal compression."
             )
     if kind is None:
-        raise DataError(f"data file {path} has an unknown file type; expected {_EXPECTED}.")
+        table = "  A folder with CSV files is read as {dataset: FOLDER} (docs/start/data.md)." * (path.suffix == ".csv")
+        raise DataError(f"data file {path} has an unknown file type; expected {_EXPECTED}.{table}")
     return kind
 
 

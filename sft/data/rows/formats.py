@@ -103,6 +103,20 @@ def unused_keys(row: Row) -> list[str]:
     return [key for key in present if key not in used]
 
 
+_QUESTIONS = ("question", "query", "input", "instruction", "prompt")
+_ANSWERS = ("answer", "response", "output", "completion")
+
+
+def _advice(row: Row) -> str:
+    """Advice for a row of a frequent form that is no format; empty if there is none."""
+    if {"chosen", "rejected"} <= row.keys():
+        return "  Preferences are not trained; the chosen answer alone can be: name it completion."
+    names = [next((key for key in keys if key in row), None) for keys in (_QUESTIONS, _ANSWERS)]
+    if None not in names:
+        return f"  If {names[0]} is the prompt and {names[1]} its answer, name them prompt and completion."
+    return ""
+
+
 def _present(row: Row) -> Row:
     return {key: value for key, value in row.items() if value is not None}
 
@@ -118,7 +132,8 @@ def _shape_of(row: Row, present: Row) -> tuple[str, ...]:
         return next(keys for keys in _FALLBACKS if keys in shapes)
     if not fitting:
         keys = ", ".join(f"{key}" if key in present else f"{key} (null)" for key in row) or "none"
-        raise DataError(f"unknown format: a row must have {_KNOWN}.  This row has the keys {shortened(keys, 200)}.")
+        known = f"a row must have {_KNOWN}.  This row has the keys {shortened(keys, 200)}"
+        raise DataError(f"unknown format: {known}.{_advice(present)}")
     if len(fitting) > 1:
         names = " as well as ".join(" and ".join(keys) for keys in fitting)
         raise DataError(f"the row has {names}, but a row must have one format.  Keep one of them.")

@@ -67,6 +67,10 @@ def export_hf(source: Path, target: Path, console: Console, *, verify: Verify = 
     A ConfigError or CheckpointError means that nothing was written.
     """
     refuse_existing(target)
+    if (source / CONFIG).is_file() and any(source.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{source} is a Hugging Face folder already, so there is nothing to convert.  Give a checkpoint or a run."
+        )
     path = folders.find([source, source / "checkpoints"], str(source))
     with _verifying(path, verify, console) as finish_verification:
         _convert(path, target, console, finish_verification, Options(**options))

@@ -14,13 +14,14 @@ import pytest
 import torch.distributed as dist
 
 import sft
-from sft.api import training
+from sft.api import process
 from sft.cli import main
 from sft.data.work import Work
 from sft.errors import CheckpointError, ConfigError, DataError
+from sft.parallel.layout import Layout
 
 ROOT = Path(__file__).resolve().parents[3]
-FUNCTIONS = ("load", "prepare", "train", "export", "plan", "generate")
+FUNCTIONS = ("load", "check", "prepare", "train", "evaluate", "export", "plan", "generate")
 CHAT = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there"}]}\n'
 # Eight GPUs with 80 GB hold this model at this length; one GPU does not hold it at a million tokens.
 LLAMA = """\
@@ -39,7 +40,7 @@ def folder(recipe_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (recipe_folder / "llama.yaml").write_text(LLAMA)
     (recipe_folder / "a.jsonl").write_text(CHAT * 3)
     monkeypatch.setattr("sft.run.environment.prepare", lambda config, layout: frozenset())
-    monkeypatch.setattr(training, "_joined", set())
+    monkeypatch.setattr(process, "_joined", set())
     return recipe_folder
 
 
@@ -48,7 +49,9 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """The learning rate and the world size of each recipe that would be trained."""
     trained: list[tuple[str, int]] = []
 
-    def stand_in(recipe: sft.Recipe, layout: SimpleNamespace, from_user: frozenset[str]) -> sft.Outcome:
+    def stand_in(
+        recipe: sft.Recipe, layout: SimpleNamespace, from_user: frozenset[str], callbacks: object, is_quiet: bool
+    ) -> sft.Outcome:
         trained.append((str(recipe.config.optim.lr), layout.world_size))
         return sft.Outcome(folder=Path("runs/a"), step=7, num_steps=10, stopped="SIGTERM", last={"lm loss": 2.5})
 
@@ -118,6 +121,43 @@ def test_prepare_refuses_missing_files_and_bad_rows(folder: Path) -> None:
     assert "data.train = b.jsonl" in refusal(lambda: sft.prepare(missing))
     (folder / "b.jsonl").write_text("{}\n")
     assert refusal(lambda: sft.prepare(missing), DataError).startswith("b.jsonl:1")
+
+
+# check and evaluate
+
+
+def test_check_returns_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    checked = sft.check(sft.load("a.yaml"))
+    assert capsys.readouterr().out == ""
+    assert main(["check", "a.yaml"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{checked!r}\n" == printed
+    assert checked["data"] and checked["layout"] and checked["no topic"] == []
+    assert [f"WARNING {line}" for line in checked.warnings] == [
+        line for line in printed.splitlines() if line.startswith("WARNING")
+    ]
+    without = sft.check(sft.load("a.yaml"), data=False)
+    assert without["data"] == ["not read (--no-data)"]
+    assert "cheapest" in refusal(lambda: sft.check(sft.load("llama.yaml"), world_size=1, gpu="h100", data=False))
+
+
+def test_evaluate_returns_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/ranks/test_python_api.py scores weights."""
+    asked: list[object] = []
+
+    def stand_in(
+        recipe: sft.Recipe, layout: Layout, source: str | None, file: Path | None, is_quiet: bool
+    ) -> tuple[str, int, object]:
+        asked.append((layout.world_size, source, file, is_quiet))
+        return "runs/a/checkpoints/iter_0000007", 7, {"chat": {"lm loss": 2.5}, "code": {"lm loss": None}}
+
+    monkeypatch.setitem(sys.modules, "sft.evaluation.held_out", SimpleNamespace(main=stand_in))
+    recipe = sft.load("a.yaml", {"data.eval": "a.jsonl"})
+    found = sft.evaluate(recipe, Path("runs/a"), file="scores.json")
+    assert asked == [(1, "runs/a", Path("scores.json"), False)]
+    assert (found.step, found.records["chat"]["lm loss"]) == (7, 2.5)
+    assert repr(found) == "Evaluated(runs/a/checkpoints/iter_0000007: chat 2.5000, code no supervised token)"
+    assert "names no held-out set" in refusal(lambda: sft.evaluate(sft.load("a.yaml")))
 
 
 # train
@@ -201,8 +241,10 @@ def test_plan_refuses_arguments_that_do_not_fit_each_other() -> None:
 
 COMMANDS = {
     "recipes.load": ["check", "a.yaml", "--no-data"],
+    "checks.topics": ["check", "a.yaml", "--no-data"],
     "data.prepare": ["data", "prepare", "a.yaml"],
     "training.train": ["train", "a.yaml"],
+    "evaluation.evaluate": ["eval", "a.yaml"],
     "models.export": ["export", "runs/a", "out"],
     "plans.plan": ["plan", "--model", "llama.yaml", "--gpus", "8"],
 }

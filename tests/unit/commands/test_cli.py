@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,11 @@ from sft.planner import fit
 from sft.planner.task import Task
 from sft.recipe.resolved import Recipe
 from sft.run import environment
+from sft.run.outcome import Outcome
 
 ROOT = Path(__file__).resolve().parents[3]
 CHAT = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there"}]}\n'
+OUTCOME = Outcome(folder=Path("runs/a"), step=1, num_steps=1, stopped=None, last=None)
 
 
 @pytest.fixture(autouse=True)
@@ -36,9 +39,9 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
     """The recipes that reach `sft.api.rank.main`, which this fixture replaces."""
     recipes: list[Recipe] = []
 
-    def stand_in(recipe: Recipe, layout: Layout, from_user: frozenset[str]) -> types.SimpleNamespace:
+    def stand_in(recipe: Recipe, *arguments: object, is_quiet: bool) -> Outcome:
         recipes.append(recipe)
-        return types.SimpleNamespace(exit_code=0)
+        return OUTCOME
 
     monkeypatch.setitem(sys.modules, "sft.api.rank", types.SimpleNamespace(main=stand_in))
     return recipes
@@ -216,7 +219,7 @@ def test_train_hands_the_recipe_on(trained: list[Recipe], monkeypatch: pytest.Mo
 def broken(error: BaseException) -> types.SimpleNamespace:
     """A trainer that raises `error`."""
 
-    def stop(recipe: Recipe, layout: object, from_user: object) -> None:
+    def stop(*arguments: object, **options: object) -> None:
         raise error
 
     return types.SimpleNamespace(main=stop)
@@ -252,10 +255,12 @@ MISTAKES = {
         [],
         "ConfigError: the following arguments are required: COMMAND.\nusage: sft [-h] [--version] COMMAND ...\n",
     ),
+    "misspelt command": (["chek", "a.yaml"], "Did you mean check?"),
+    "misspelt command of data": (["data", "prepair", "a.yaml"], "Did you mean prepare?"),
     "unknown option": (
         ["train", "a.yaml", "--cp", "4"],
         "ConfigError: unknown option --cp.  Settings are written without dashes: parallel.cp=4.\n"
-        "usage: sft train [-h] [--processes N] [--log-dir DIR] RECIPE [KEY=VALUE ...]\n",
+        "usage: sft train [-h] [--processes N] [--log-dir DIR] [--quiet]\n                 RECIPE [KEY=VALUE ...]\n",
     ),
     "missing recipe": (["train", "b.yaml"], "ConfigError: recipe b.yaml does not exist.  Did you mean a.yaml?\n"),
     "layout": (
@@ -289,7 +294,8 @@ def test_mistakes(
     arguments: list[str], message: str, folder: Path, trained: list[Recipe], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
-    assert capsys.readouterr().err == message.replace("FOLDER", str(folder))
+    told, message = capsys.readouterr().err, message.replace("FOLDER", str(folder))
+    assert told == message if message.endswith("\n") else message in told
     assert trained == []
 
 
@@ -316,8 +322,8 @@ def test_torchrun_is_told_the_reason_for_its_last_lines(
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(folder / "error.json"))
     shown = ChildFailedError("sft", {0: failure}).format_msg().splitlines()
     assert f"{shown[-2]}\n" == f"  traceback : {capsys.readouterr().err}" and set(shown[-1]) == {"="}
-    ended = types.SimpleNamespace(exit_code=75)
-    stopped = types.SimpleNamespace(main=lambda recipe, layout, from_user: ended)
+    ended = replace(OUTCOME, stopped="SIGTERM")
+    stopped = types.SimpleNamespace(main=lambda *arguments, **options: ended)
     monkeypatch.setitem(sys.modules, "sft.api.rank", stopped)
     assert main(["train", "a.yaml"]) == 75
     assert "The same command resumes the run." in (folder / "error.json").read_text()

@@ -115,6 +115,18 @@ def test_other_ranks_are_quiet(clock: Clock, stream: io.StringIO) -> None:
     assert stream.getvalue() == "" and asked == []
 
 
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
+def test_a_quiet_console_prints_warnings_and_results(clock: Clock, stream: io.StringIO) -> None:
+    said = Console(0, stream, is_quiet=True, clock=clock)
+    with said.track("work", 10, "rows") as progress:
+        clock.now += 100
+        progress.advance(5)
+    said.say("step 1/4")
+    said.say("WARNING: no room")
+    said.result("done")
+    assert stream.getvalue().splitlines() == ["WARNING: no room", "done"]
+
+
 # On a terminal
 
 

@@ -266,6 +266,10 @@ def test_a_flipped_bit_is_found(imported: Path) -> None:
 
 def test_no_checkpoint(tmp_path: Path) -> None:
     assert "the path has no checkpoint, because it does not exist in " in export_refused(tmp_path / "nowhere")
+    (tmp_path / "hf").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "hf" / name).touch()
+    assert "hf is a Hugging Face folder already" in export_refused(tmp_path / "hf")
 
 
 def test_a_checkpoint_whose_router_is_another_one(made: Make, tmp_path: Path) -> None:

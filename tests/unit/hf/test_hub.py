@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 from sft.cli import main
 from sft.errors import ConfigError
 from sft.hf import hub, hub_weights
+from sft.run.outcome import Outcome
 from sft.weights.initial import describe
 from tests.builders import chats, parsed
 from tests.unit.fixtures.hf import Make, released
@@ -271,13 +272,13 @@ def test_every_tensor_is_known_before_a_download(served: Hub, made: Make, monkey
     keys = ("model.hf=org/real", "model.num_layers=null", "model.init_from=null", "run.precision=fp32")
     config = parsed(*keys, *SIZES).config
     assert re.fullmatch(
-        r"org/real: 25 tensors trained, 0 passed through, 0 refused; 3.1 MiB; not downloaded yet: \d+ files, 3.1 MiB",
+        r"org/real: 25 tensors trained; 3.1 MiB; not downloaded yet: \d+ files, 3.1 MiB",
         describe(config, None),
     )
     assert served.parts and max(num_bytes for _, num_bytes in served.parts) <= 100_001
     assert not list(hub.local_folder("org/real").glob("*.safetensors"))
     hub_weights.download_weights(hub.snapshot("org/real"))
-    assert describe(config, None) == "org/real: 25 tensors trained, 0 passed through, 0 refused; 3.1 MiB"
+    assert describe(config, None) == "org/real: 25 tensors trained; 3.1 MiB"
     for path in hub.local_folder("org/real").glob("*.safetensors"):
         path.unlink()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -311,9 +312,10 @@ def test_commands_download_the_weights_that_they_use(
     Path("adapter").mkdir()
     Path("adapter/adapter_config.json").write_text("{}")
     chats(tmp_path, 8)
-    done = SimpleNamespace(exit_code=0)
-    for module, ended in (("api.rank", done), ("evaluate.held_out", 0)):
-        monkeypatch.setitem(sys.modules, f"sft.{module}", SimpleNamespace(main=lambda *_, ended=ended: ended))
+    done = Outcome(folder=tmp_path, step=1, num_steps=1, stopped=None, last=None)
+    for module, ended in (("api.rank", done), ("evaluation.held_out", ("weights", 0, {}))):
+        stand_in = SimpleNamespace(main=lambda *_, ended=ended, is_quiet: ended)
+        monkeypatch.setitem(sys.modules, f"sft.{module}", stand_in)
     asked = SimpleNamespace(run=lambda *_, **__: None)
     report = SimpleNamespace(check_path=lambda _: None, publish=lambda *_: 0)
     probes = SimpleNamespace(data=asked, leak=asked, parity=asked, report=report)

@@ -2,20 +2,26 @@
 MLflow."""
 
 import json
+import math
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
 from sft.cli import main
+from sft.metrics.log import MetricsLog
 from sft.metrics.scalars import scalars
+from sft.metrics.totals import Peak
 from sft.metrics.writers import JsonLines, TensorBoard, open_writers
+from sft.run.gpu_peak import peak_tflops
 from tests.unit.fixtures.logs import console, log_of
-from tests.unit.metric_values import RECIPE, START, check, config, evaluation, result, totals, train
+from tests.unit.metric_values import RECIPE, START, check, config, evaluation, result, run_of, totals, train
 
 
 @pytest.fixture(autouse=True)
@@ -160,14 +166,48 @@ def test_lines_of_a_run() -> None:
         metrics.evaluation(3, "code", totals(denominator=0.0), seconds=2.0)
         metrics.summarise()
     assert stream.getvalue().splitlines() == [
-        "held-out after step 0: lm loss  2.0000 on 20 supervised tokens, 2.0 s",
-        "step 3/9 | lm loss  1.5000 | grad-norm     0.500 | lr 1.00e-03 | supervised        20 of         100 tokens | "
-        "       50 tok/s |   2.00 s | left 0:00:12",
-        "held-out after step 3: lm loss  1.5000 on 20 supervised tokens, 2.0 s",
-        "held-out code after step 3: lm loss       - on 20 supervised tokens, 2.0 s",
+        "held-out after step 0: lm loss 2.0000 on 20 supervised tokens, 2.0 s",
+        "step 3/9  lm loss 1.5000  grad-norm   0.5  lr 1.0e-03     50 tok/s    2.00 s  4.0 GiB  left 0:00:12",
+        "held-out after step 3: lm loss 1.5000 on 20 supervised tokens, 2.0 s",
+        "held-out code after step 3: lm loss      - on 20 supervised tokens, 2.0 s",
         "lm loss, train: 1.5000 (step 1) -> 1.5000 (step 3)",
         "lm loss, held-out: 2.0000 (step 0) -> 1.5000 (step 3)",
     ]
+
+
+def test_a_line_fits_120_columns() -> None:
+    """In a long and fast run with memory and MFU; a CPU has neither, and a skipped step has no speed."""
+    said, stream = console()
+    run = run_of(config("log.peak_tflops=1"))  # TFLOP/s; the two ranks have 4 TFLOP in two seconds
+    with MetricsLog(Path(), [], said, run, step=9_998, num_steps=99_999) as metrics:
+        fast = dict(num_real_tokens=2_469_134, num_rows=0, attention_flops=0.82 * 4e12 - 2_469_134 * 960)
+        metrics.train(9_999, replace(result(**fast), grad_norm=123_456.0), seconds=2.0)
+        metrics.train(10_000, replace(result(), skipped=True, grad_norm=math.nan), seconds=2.0)
+        metrics.train(10_001, result(memory_reserved=Peak(value=0.0, rank=0)), seconds=2.0)
+    wide, skipped, cpu = stream.getvalue().splitlines()
+    assert wide == (
+        "step  9999/99999  lm loss 1.5000  grad-norm 1.2e+05  lr 1.0e-03  1.23M tok/s    2.00 s  4.0 GiB  MFU 82%  "
+        "left 50:00:00"
+    )
+    assert skipped.endswith("lr 1.0e-03  skipped: not finite  left 49:59:58")
+    assert "GiB" not in cpu and max(map(len, (wide, skipped, cpu))) <= 120
+
+
+@pytest.mark.parametrize(
+    ("words", "device", "name", "expected"),
+    [
+        ((), "cpu", "", None),
+        ((), "cuda", "NVIDIA H100 80GB HBM3", 989.4),
+        ((), "cuda", "NVIDIA GeForce RTX 4090", None),
+        (("run.precision=fp32",), "cuda", "NVIDIA H100 80GB HBM3", None),
+        (("log.peak_tflops=500",), "cuda", "NVIDIA H100 80GB HBM3", 500.0),
+    ],
+)
+def test_the_peak_of_the_gpu_is_known_or_there_is_no_mfu(
+    words: tuple[str, ...], device: str, name: str, expected: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_tflops(config(*words), torch.device(device)) == expected
 
 
 def test_lines_of_a_run_that_was_resumed() -> None:
@@ -178,6 +218,6 @@ def test_lines_of_a_run_that_was_resumed() -> None:
         for n in (7, 8, 9):
             metrics.train(n, result(), seconds=2.0)
     lines_said = stream.getvalue().splitlines()
-    assert [(line.split(" |")[0], line[-12:]) for line in lines_said] == [
+    assert [(line.split("  ")[0], line[-12:]) for line in lines_said] == [
         ("step 8/9", "left 0:00:02"), ("step 9/9", "left 0:00:00")
     ]  # fmt: skip

@@ -108,7 +108,8 @@ MISFITS = {
     "cp, doc_multiple and the world": (
         16,
         {"parallel": {"cp": 3, "tp": 2}, "data": {"doc_multiple": 24, "seq_length": 960}},
-        "parallel.cp = 3 does not fit 16 GPUs with tp = 2, pp = 1.  Context-parallel sizes that fit: 1, 2, 4.",
+        "parallel.cp = 3 does not fit 16 GPUs with tp = 2, pp = 1.  Context-parallel sizes that fit: 1, 2, 4.  "
+        "Or start a multiple of 6.",
     ),
     "packs and dp": (
         3,
@@ -306,7 +307,7 @@ def test_vocabulary() -> None:
     assert surplus_note(model, 300) is None
     assert surplus_note(model, 301) == (
         "the tokenizer has 301 ids, and the embedding 300 rows (model.vocab_size): id 300 has no row, and data with "
-        "them are refused"
+        "them are refused; data.add_tokens gives them rows"
     )
     assert "ids 300 to 301 have no row" in str(surplus_note(model, 302))
 

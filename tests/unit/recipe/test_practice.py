@@ -39,6 +39,7 @@ def refusal(text: str) -> str:
         (("lora.rank=8", "lora.alpha=8", "optim.lr=1e-2"), ["optim.lr = 0.01 is outside 5e-05 to 0.005"]),
         (("optim.lr=2e-3", "model.hidden_size=64"), []),  # a test, not a model
         (("optim.lr=2e-3", "model.init_from=random"), []),
+        (("optim.lr=10", "model.hidden_size=64"), ["optim.lr = 10: AdamW changes each weight by about the learning"]),
         (("train.global_batch_size=512",), ["a step has up to 33,554,432 tokens (train.global_batch_size = 512"]),
     ],
 )

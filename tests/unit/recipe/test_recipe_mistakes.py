@@ -22,9 +22,16 @@ MISTAKES = {
     "parallel.cp=4.0": "parallel.cp = 4.0 (@); expected a whole number of at least 1.  Write 4.",
     "optim.lr=fast": 'optim.lr = "fast" (@); expected a number above 0.0.',
     "optim.lr=1e999": "optim.lr = Infinity (@); expected a number above 0.0.",
-    "data.shuffle=no": 'data.shuffle = "no" (@); expected true or false.  Write true or false, without quotes.',
+    "data.shuffle=no": 'data.shuffle = "no" (@); expected true or false.  Write false.',
     "parallel.cp_comm=p2pp": 'parallel.cp_comm = "p2pp" (@); expected one of p2p, all_gather, a2a, a2a+p2p.  Did you '
     "mean p2p?",
+    "data.shuffle=yes": 'data.shuffle = "yes" (@); expected true or false.  Write true.',
+    "data.seq_length=64KB": 'data.seq_length = "64KB" (@); expected a whole number of at least 1.  Write 64K, '
+    "without B.",
+    "train.recompute=true": "train.recompute = true (@); expected one of none, selective, attention_kept, full.  Did "
+    "you mean full?",
+    "attention.backend=flash_attention_2": 'attention.backend = "flash_attention_2" (@); expected one of auto, te, '
+    "portable.  Did you mean auto?",
     "run.device=gpu": 'run.device = "gpu" (@); expected one of auto, cuda, cpu.  Did you mean cuda?',
     "train.eval_every=None": 'train.eval_every = "None" (@); expected a whole number of at least 1 or null.  Write '
     "null, without quotes.",

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-import sft.evaluate.held_out
+import sft.evaluation.held_out
 from sft.config import TrainConfig
 from sft.errors import TrainingError
 from sft.run import evaluation
@@ -37,9 +37,9 @@ def test_sft_eval_refuses_a_non_finite_loss_and_prints_no_result(monkeypatch: py
     recipe, (said, stream) = config(), console()
     engine: Any = SimpleNamespace(config=recipe, layout=run_of(recipe).layout, vocab_size=10)
     data: Any = SimpleNamespace(held_out={"chat": None})
-    monkeypatch.setattr(sft.evaluate.held_out, "evaluate", lambda engine, loader: totals(objective=float("nan")))
+    monkeypatch.setattr(sft.evaluation.held_out, "evaluate", lambda engine, loader: totals(objective=float("nan")))
     with pytest.raises(TrainingError, match="the held-out loss of chat after step 4 is nan."):
-        sft.evaluate.held_out.score(engine, data, said, 4)
+        sft.evaluation.held_out.score(engine, data, said, 4)
     assert stream.getvalue() == ""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from sft.commands import check
+from sft.api import checks
 from sft.config import CheckpointConfig, ModelConfig
 from sft.console import QUIET, Console
 from sft.data.chat.encode_chat import encode_chat
@@ -332,21 +332,20 @@ def test_adapters_have_the_template_and_the_flags(tmp_path: Path) -> None:
     assert "data.chat_template: chat_template.jinja" in card and "/home/me" not in card
 
 
-def test_check_prints_the_flags_for_adapters(export: Export, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_says_the_flags_for_adapters(export: Export) -> None:
     export.base_model(CHATML)
     data = folders.config(tokenizer=str(export.base))
     model = SimpleNamespace(hf=str(export.base), pretrained=None)
     lora = SimpleNamespace(is_used=True, export="adapter", rank=8)
     config = SimpleNamespace(data=data, tokenizer=str(export.base), model=model, lora=lora)
     recipe: Any = SimpleNamespace(config=config)
-    check._print_serving(recipe, load_tokenizer(data))
-    printed = " ".join(capsys.readouterr().out.split())
+    (subject,) = checks._serving(recipe, load_tokenizer(data))
+    printed = " ".join(subject.lines)
     flags = "--enable-lora --lora-modules NAME=ADAPTER --chat-template ADAPTER/chat_template.jinja"
     assert f"ADAPTER: vllm serve {export.base} {flags} --generation-config ADAPTER" in printed
     assert 'each request needs "stop_token_ids": [2, 0]' in printed
     lora.export = "merged"
-    check._print_serving(recipe, load_tokenizer(data))
-    assert not capsys.readouterr().out, "a whole model needs no flags"
+    assert not [*checks._serving(recipe, load_tokenizer(data))], "a whole model needs no flags"
 
 
 def test_flags_of_other_adapters(export: Export) -> None:

@@ -169,6 +169,10 @@ BAD_ROWS: list[tuple[object, str]] = [
     ("hi", "a row must be an object; got a string."),
     # Forms
     ({"message": []}, KNOWN + "message."),
+    ({"question": "q", "answer": "a"}, KNOWN + "question, answer.  If question is the prompt and answer its answer, "
+     "name them prompt and completion."),
+    ({"prompt": "q", "chosen": "a", "rejected": "b"}, KNOWN + "prompt, chosen, rejected.  Preferences are not trained; "
+     "the chosen answer alone can be: name it completion."),
     ({"messages": None, "body": "a"}, KNOWN + "messages (null), body."),
     ({"messages": {"role": ["user"], "content": []}}, "messages must be a list of at least one message; got an object"),
     (talk(USER, ANSWER, prompt="a", completion="b"), "the row has messages as well as prompt and completion," + TWICE),

@@ -16,7 +16,7 @@ from sft.config.keys import values
 from sft.console import Console
 from sft.data.scoring import ScoredSet, ScoringData, part_dtype
 from sft.errors import ConfigError
-from sft.evaluate.opened import opened
+from sft.evaluation.opened import opened
 from sft.files.atomic_files import explained
 from sft.mcore import process_groups
 from sft.mcore.engine import Engine

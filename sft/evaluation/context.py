@@ -8,7 +8,7 @@ from sft.data.loader import make_loader
 from sft.data.long.context import LEAST, compared, pairs
 from sft.data.pipeline import HeldOutData
 from sft.errors import ConfigError, TrainingError
-from sft.evaluate.opened import opened
+from sft.evaluation.opened import opened
 from sft.mcore import process_groups
 from sft.mcore.engine import Engine
 from sft.metrics.context import DocumentScore, table, to_json

@@ -12,7 +12,7 @@ from sft.console import Console
 from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.pipeline import HeldOutData
 from sft.errors import StorageError
-from sft.evaluate.weights import load_engine
+from sft.evaluation.weights import load_engine
 from sft.files.atomic_files import replace_text
 from sft.mcore.engine import Engine
 from sft.mcore.process_groups import ProcessGroups
@@ -73,6 +73,7 @@ def opened(
     kind: type[Data],
     *,
     check: Callable[[Data], None] = lambda data: None,
+    is_quiet: bool = False,
 ) -> OpenedWeights[Data]:
     """Join the ranks of `layout`, and open the data of `recipe` as `kind`, then the weights.  Collective.
 
@@ -84,7 +85,7 @@ def opened(
     config = recipe.config
     leave_with_parent()
     groups = join_ranks(config, layout)
-    console, out = Console(groups.rank, sys.stderr), Console(groups.rank, sys.stdout)
+    console, out = Console(groups.rank, sys.stderr, is_quiet=is_quiet), Console(groups.rank, sys.stdout)
     tokenizer = tokenizer_of(config)
     data = kind(config, tokenizer, recipe.arguments, layout, groups, console)
     check(data)

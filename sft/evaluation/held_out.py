@@ -11,7 +11,7 @@ from pathlib import Path
 from sft.console import Console
 from sft.data.pipeline import HeldOutData
 from sft.errors import TrainingError
-from sft.evaluate.opened import opened
+from sft.evaluation.opened import opened
 from sft.mcore import process_groups
 from sft.mcore.engine import Engine
 from sft.metrics.log import MetricsLog
@@ -22,17 +22,23 @@ from sft.recipe.resolved import Recipe
 from sft.run.evaluation import evaluate
 
 
-def main(recipe: Recipe, layout: Layout, source: str | None, json_file: Path | None) -> None:
+def main(
+    recipe: Recipe, layout: Layout, source: str | None, json_file: Path | None, *, is_quiet: bool = False
+) -> tuple[str, int, dict[str, Record]]:
     """Score weights on all sets of data.eval, as one rank.  Prints results on stdout, progress on stderr.  Collective.
 
     source     names the weights: a checkpoint, run, Hugging Face model or PEFT folder; None: the newest checkpoint of
                the run, or the weights from which the run would start
     json_file  a file for the records; None: no file is written
-    Raises SftError if the weights cannot be scored.
+    is_quiet   print no progress
+    Returns the name of the weights, their step, and the record of each set.  Raises SftError if the weights cannot be
+    scored.
     """
-    run = opened(recipe, layout, source, HeldOutData)
-    run.write(json_file, sets=score(run.engine, run.data, run.out, run.step))
-    process_groups.stop()
+    with process_groups.left_at_end(layout.world_size):
+        run = opened(recipe, layout, source, HeldOutData, is_quiet=is_quiet)
+        records = score(run.engine, run.data, run.out, run.step)
+        run.write(json_file, sets=records)
+    return run.weights, run.step, records
 
 
 def score(engine: Engine, data: HeldOutData, console: Console, step: int) -> dict[str, Record]:

@@ -95,7 +95,7 @@ def test_the_lines_of_the_run_on_stdout_and_progress_on_stderr(ranks: Ranks, den
     lines = result.out.splitlines()
     record = logged(dense, 2)["both"]
     assert [line.split(":")[0] for line in lines] == ["held-out after step 2", "held-out both after step 2"]
-    assert f"lm loss {record['lm loss']:7.4f} on {record['tokens/supervised']} supervised tokens" in lines[1]
+    assert f"lm loss {record['lm loss']:.4f} on {record['tokens/supervised']} supervised tokens" in lines[1]
     assert "scoring the weights of " in result.err and "more.jsonl" in result.err
 
 

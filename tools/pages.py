@@ -48,6 +48,7 @@ DRAWN_BY_HAND: Mapping[str, str] = {
     "distil.png": "sft plot",
     "extension.png": "python -m tools.context_extension",
     "inspect.png": "sft data inspect",
+    "moments.png": "python -m tools.plot_moments",
     "plan.png": "sft plan",
     "retrieval.png": "sft plot",
 }

@@ -27,6 +27,7 @@ _TRAINED = ("train.freeze", "optim.name")  # keys that decide which states a che
 _START_ONLY = ("model.hf", "model.init_from", "model.init_std", "model.added_rows", "lora.init_from")
 # For keys whose default changes the behaviour of earlier runs: the value with the behaviour before the key existed.
 _BEFORE = {"data.supervise_inserted": False}
+_CONVERTED = {"optim.moments": "; the moments of the checkpoint are converted"}
 _NOT_COMPUTED = ("lora.lr_ratio", "lora.export")  # keys of the group lora that do not change what the model computes
 
 
@@ -136,7 +137,11 @@ def changes(
             f"checkpoint.allow_changes names {unknown[0]}, which is never refused.  It may name: "
             f"{', '.join(sorted(known))}."
         )
-    reported = [f"{key} {change}" for key, change in recipe.items() if key not in refused and is_reported(key)]
+    reported = [
+        f"{key} {change}{_CONVERTED.get(key, '')}"
+        for key, change in recipe.items()
+        if key not in refused and is_reported(key)
+    ]
     reported += [f"{key} {change}, as allowed" for key, change in refused.items() if key in allowed]
     sizes = _differences(before["layout"], now.layout)
     reported += [f"{name} {change}" for name, change in sizes if f"parallel.{name}" not in recipe]

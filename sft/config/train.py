@@ -1,7 +1,7 @@
 """Keys of training: length, batch size, memory savings, the loss head, the optimizer and its learning-rate schedule."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -12,6 +12,7 @@ from sft.config.section import Fraction, NonNegative, Positive, Section
 
 FP32 = 4  # bytes of an element
 BF16 = 2
+INT8_BLOCK = 64  # elements of an int8 moment that share a scale in fp32
 Recompute = Literal["none", "selective", "attention_kept", "full"]  # by rising recomputation
 MtpMode = Literal["off", "detached", "joint"]
 
@@ -128,15 +129,22 @@ class OptimizerStates:
 
     moments: names of the states in torch's optimizer
     bytes_each: bytes that each of them takes for a parameter
+    stored_each: bytes that each of them takes for a parameter in a checkpoint
     `mcore/optimizer` runs the optimizer.
     """
 
     moments: tuple[str, ...]
     bytes_each: float = FP32
+    stored_each: int = FP32
 
     @property
     def moment_bytes(self) -> float:
         return self.bytes_each * len(self.moments)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the moments of a parameter in a checkpoint."""
+        return self.stored_each * len(self.moments)
 
     @property
     def host_bytes(self) -> float:
@@ -152,6 +160,8 @@ class OptimizerStates:
 
 ADAM = OptimizerStates(("exp_avg", "exp_avg_sq"))
 MUON = OptimizerStates(("momentum_buffer",))
+# Bytes of a moment of a parameter, in memory and in a checkpoint, which holds the values of int8 moments in fp32.
+_MOMENT_BYTES = {"fp32": (FP32, FP32), "bf16": (BF16, BF16), "int8": (1 + FP32 / INT8_BLOCK, FP32)}
 
 
 class OptimConfig(Section):
@@ -186,6 +196,9 @@ class OptimConfig(Section):
     """Maximum gradient norm; 0: no clipping."""
     offload_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Share of Adam's states in host memory (16 bytes per parameter); needs bf16 and distributed_optimizer."""
+    moments: Literal["fp32", "bf16", "int8"] = "fp32"
+    """Type of Adam's two moments.  bf16 and int8 (blocks of 64 with a scale) are rounded at random; 4 and 2.125 bytes
+    per parameter instead of 8."""
     grad_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of the gradients.  bf16 takes half the memory and messages, and rounds sums over ranks; needs one microbatch
     per step on each rank, and run.precision = bf16."""
@@ -198,7 +211,8 @@ class OptimConfig(Section):
     @property
     def optimizer(self) -> OptimizerStates:
         """The states that AdamW keeps for each parameter that it updates."""
-        return ADAM
+        in_memory, stored = _MOMENT_BYTES[self.moments]
+        return replace(ADAM, bytes_each=in_memory, stored_each=stored)
 
     @property
     def has_muon(self) -> bool:
@@ -214,6 +228,10 @@ class OptimConfig(Section):
         steps, fraction = self.warmup_steps, self.warmup_fraction
         if steps is not None and fraction is not None:
             yield "warmup_fraction", f"clashes with warmup_steps = {steps}; give one of them"
+        if self.moments != "fp32" and self.has_muon:
+            yield "moments", "needs name = adamw: beside Muon, all moments are in fp32; use fp32, or name = adamw"
+        if self.moments != "fp32" and self.offload_fraction > 0.0:
+            yield "moments", f"clashes with offload_fraction = {self.offload_fraction}; moments on the host are in fp32"
         if self.min_lr > self.lr:
             yield "min_lr", f"is above the peak learning rate, lr = {self.lr}"
         if self.schedule == "constant" and self.min_lr > 0.0:

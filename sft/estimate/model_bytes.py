@@ -133,6 +133,6 @@ def _copied(stage: Stage, own: StageParameters) -> float:
     has_own_weights = config.parallel.distributed_optimizer or width == 2
     weights = own.trained if config.lora.is_used else own.all
     optimizer = config.optim.optimizer
-    of_optimizer = optimizer.moment_bytes + FP32 * has_own_weights
-    saved = (optimizer.moment_bytes - MUON.moment_bytes) * own.muon.owned(stage.layout)
+    of_optimizer = optimizer.stored_bytes + FP32 * has_own_weights
+    saved = (optimizer.stored_bytes - MUON.stored_bytes) * own.muon.owned(stage.layout)
     return width * weights.owned(stage.layout) + of_optimizer * own.trained.owned(stage.layout) - saved

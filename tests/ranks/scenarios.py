@@ -252,7 +252,7 @@ def optimizer_hash(engine: Engine) -> str:
     digest = hashlib.sha256()
     for one in optimizer_shards.optimizer_slices(engine.optimizer):
         for name, flat in sorted(one.tensors.items()):
-            digest.update(name.encode() + flat.contiguous().numpy().tobytes())
+            digest.update(name.encode() + flat.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -304,6 +304,8 @@ def train(
 
 
 def adam_steps(engine: Engine) -> set[float]:
+    if all("step" in group for group in engine.optimizer.param_groups):  # counted by group
+        return {float(group["step"]) for group in engine.optimizer.param_groups}
     states = [s for o in chained_optimizers(engine.optimizer) for s in o.optimizer.state.values() if "step" in s]
     assert len({s["step"].data_ptr() for s in states}) == len(states), "shared, it would advance once per parameter"
     return {float(s["step"]) for s in states}

@@ -85,6 +85,8 @@ def load(engine: Engine, folder: Path) -> dict[str, Any]:
     _check_shapes([*whole, *parts, *wanted], stored, folder)
     torch_dist_files.read_replicated(whole, reader, engine.groups)
     torch_dist_files.read([*parts, *wanted], reader)
+    for part in slices:
+        part.write()
     if engine.config.run.fp8 == "delayed":
         modules = [chunk.module for chunk in engine.chunks]
         fp8_state.restore(modules, model_state(engine), engine.core_config, reader)

@@ -15,8 +15,9 @@ elements on every rank.
     x . . . .        chunk 3: row 3, column 0
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class OptimizerSlice:
     gradient: the summed gradient of these elements, [n]
     replica: the number of this copy of the elements among the copies on data-parallel ranks; None: every data-parallel
         rank has a copy, with the number that the model's sharded state dict gives the weight
+    write: puts changed `tensors` into the optimizer's states, if they are copies of them
     """
 
     param: Tensor
@@ -56,6 +58,7 @@ class OptimizerSlice:
     tensors: dict[str, Tensor]
     gradient: Tensor
     replica: int | None = None
+    write: Callable[[], None]
 
 
 def optimizer_slices(optimizer: MegatronOptimizer) -> Iterator[OptimizerSlice]:
@@ -142,5 +145,14 @@ def _slice(part: HeldPart) -> OptimizerSlice:
     main = {MAIN: part.main.detach().view(-1)} if part.is_copy else {}
     moments = {name: moment.view(-1) for name, moment in moments_of(part.updater, part.main).items()}
     return OptimizerSlice(
-        param=part.param, start=part.start, tensors=main | moments, gradient=part.gradient, replica=part.replica
+        param=part.param,
+        start=part.start,
+        tensors=main | moments,
+        gradient=part.gradient,
+        replica=part.replica,
+        write=partial(part.updater.write, part.main, moments) if hasattr(part.updater, "write") else _keep,
     )
+
+
+def _keep() -> None:
+    """The tensors of a slice are the states themselves."""

@@ -64,6 +64,8 @@ def build(
         overlap_grad_reduce=overlap,
         use_distributed_optimizer=config.parallel.distributed_optimizer,
         check_for_nan_in_grad=False,  # the engine checks the norm, on all ranks at once
+        # Makes the slices of the distributed optimizer begin at the first element of a block of moments.
+        pad_buckets_for_high_nccl_busbw=config.optim.moments == "int8",
     )
     if config.parallel.shard == "weights" or config.parallel.shard == "gradients" and trains:
         ranks = {

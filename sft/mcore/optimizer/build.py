@@ -23,7 +23,7 @@ from sft.config.schedule import Schedule
 from sft.layers.adapters import Trained
 from sft.mcore import device as devices
 from sft.mcore.lora import adapted, freeze
-from sft.mcore.optimizer import inner, muon, offload
+from sft.mcore.optimizer import inner, low_bit_adam, muon, offload
 from sft.mcore.process_groups import ProcessGroups
 from sft.mcore.sharding.core_buffers import ShardParameter
 from sft.mcore.sharding.model import publish_weights
@@ -67,6 +67,7 @@ def build_optimizer(
         offload.check_and_free(optimizer)
     if optim.has_muon:
         muon.install(optimizer, optim.muon, chunks, trained, groups)
+    low_bit_adam.replace_adam(optimizer, optim.moments)
     inner.use_fused_kernel(optimizer)
     return optimizer
 

@@ -130,8 +130,11 @@ def moments_of(optimizer: Optimizer, tensor: Tensor) -> dict[str, Tensor]:
     """The states that `optimizer` keeps for each element of `tensor`, by name.  Allocates them before the first step.
 
     An optimizer of ours names its states in `state_types`, a method that gets the tensor and returns their dtypes by
-    name.  Adam has two moments in fp32.
+    name.  Adam has two moments in fp32.  An optimizer with a method `read` may return copies; `write` takes them back.
     """
+    if hasattr(optimizer, "read"):
+        moments: dict[str, Tensor] = optimizer.read(tensor)
+        return moments
     state = optimizer.state[tensor]
     own = getattr(optimizer, "state_types", None)
     types = dict.fromkeys(ADAM.moments, torch.float32) if own is None else own(tensor)

@@ -44,7 +44,9 @@ class LowBitAdamW(Optimizer):
                 "dp x cp."
             )
         self._tables: dict[tuple[str, torch.device], Tensor] = {}
-        super().__init__(groups, {"step": 0})
+        super().__init__([torch.zeros(0)], {})
+        # torch's constructor refuses views of weights, which core's distributed optimizer has in fp32.
+        self.param_groups = [{"step": 0, **group} for group in groups]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

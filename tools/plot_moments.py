@@ -62,12 +62,12 @@ def make_data(folder: Path) -> None:
 
 def losses(folder: Path, kind: str) -> np.ndarray:
     """The training losses of all seeds: [seeds, steps]."""
-    found = []
+    rows_of_seeds = []
     for seed in SEEDS:
         rows = [json.loads(line) for line in (folder / f"{kind}-{seed}/metrics.jsonl").read_text().splitlines()]
         by_step = {row["step"]: row["lm loss"] for row in rows if "lm loss" in row}
-        found.append([by_step[step] for step in range(1, STEPS + 1)])
-    return np.array(found)
+        rows_of_seeds.append([by_step[step] for step in range(1, STEPS + 1)])
+    return np.array(rows_of_seeds)
 
 
 def draw(folder: Path) -> None:
@@ -80,10 +80,10 @@ def draw(folder: Path) -> None:
             left.plot(steps, row, color=COLOURS[kind], linewidth=0.7, label=f"{kind}" if number == 0 else None)
     last = {kind: values[:, -LAST:].mean(axis=1) for kind, values in of_kind.items()}
     right.axhspan(*(last["fp32"].mean() + s * np.ptp(last["fp32"]) / 2 for s in (-1, 1)), color="0.9")
-    for place, kind in enumerate(KINDS):
-        right.plot([place] * len(SEEDS), last[kind], "o", color=COLOURS[kind])
+    for position, kind in enumerate(KINDS):
+        right.plot([position] * len(SEEDS), last[kind], "o", color=COLOURS[kind])
         for seed, value in zip(SEEDS, last[kind]):
-            right.annotate(f" seed {seed}", (place, value), fontsize=8, va="center")
+            right.annotate(f" seed {seed}", (position, value), fontsize=8, va="center")
     left.set(xlabel="step", ylabel="lm loss", title=f"{len(SEEDS)} seeds each")
     right.set(xticks=range(len(KINDS)), xlim=(-0.3, 2.6), ylabel="lm loss", title=f"mean of the last {LAST} steps")
     right.set_xticklabels([f"optim.moments: {kind}" for kind in KINDS], fontsize=8)

@@ -70,7 +70,13 @@ def test_a_run_resumes_bitwise(ranks: Ranks, tmp_path: Path, recipe: list[str]) 
 @pytest.mark.parametrize("kind", [BF16, INT8], ids=["bf16", "int8"])
 @pytest.mark.parametrize(
     "layout, world_size",
-    [([*SHARDED, *CP], 2), ([*PP], 2), ([*SHARDED], 4), ([*SHARDED, "parallel.shard=weights"], 4), ([*TP, *SHARDED], 4)],
+    [
+        ([*SHARDED, *CP], 2),
+        ([*PP], 2),
+        ([*SHARDED], 4),
+        ([*SHARDED, "parallel.shard=weights"], 4),
+        ([*TP, *SHARDED], 4),
+    ],
     ids=["cp", "pp", "dp 4", "sharded weights, dp 4", "tp, dp"],
 )
 def test_one_curve_and_the_same_checkpoint(

@@ -186,7 +186,10 @@ HOST_OPTIMIZER = "offload_fraction = 0.5 .*needs run.precision = bf16 and parall
         (("optim.offload_fraction=1.01",), "expected a number of at least 0.0 and of at most 1.0"),
         (("optim.offload_fraction=0.5", "run.precision=fp32"), HOST_OPTIMIZER),
         (("optim.wsd_decay=cosine",), 'wsd_decay = "cosine" .*has no effect with schedule = cosine'),
-        (("optim.moments=int8", "optim.offload_fraction=0.5"), 'moments = "int8" .*clashes with offload_fraction = 0.5'),
+        (
+            ("optim.moments=int8", "optim.offload_fraction=0.5"),
+            'moments = "int8" .*clashes with offload_fraction = 0.5',
+        ),
         (("optim.moments=bf16", "optim.name=muon"), 'moments = "bf16" .*needs name = adamw'),
         (("optim.offload_fraction=0.5", "parallel.distributed_optimizer=false"), HOST_OPTIMIZER),
         (

@@ -28,7 +28,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes.  Without bytecode on disk each compiles torch and megatron-core for about 7 s again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo demo-text demo-retrieval test cards test-faults test-mutations test-triton test-kernels test-slurm test-standin test-gpu gpu-hour test-all venv-py312 test-py312 test-all-versions test-docs lint fmt docs pages clean python
+.PHONY: help venv demo demo-text demo-retrieval test cards test-faults test-mutations test-triton test-kernels test-slurm test-standin test-gpu gpu-hour test-all venv-py312 test-py312 test-all-versions test-docs lint fmt docs pages release clean python
 
 help:
 	@echo "make venv                create .venv/<python version> with pinned dependencies"
@@ -52,6 +52,7 @@ help:
 	@echo "make docs                build the site into build/site; a warning is an error"
 	@echo "make test-docs           run every command and code block of the site"
 	@echo "make pages               regenerate the pages of docs/ that are made from the code"
+	@echo "make release             build wheel and sdist, try the wheel outside of the repository, and print how to publish"
 	@echo "make clean               remove environments, caches and build leftovers; runs/ is kept"
 	@echo "PYTHON=python3.12 (any path) picks the interpreter; Python 3.11 or later"
 
@@ -206,7 +207,7 @@ lint: $(READY)
 	$(BIN)/python -m $(BLACK) --check $(CODE) || { echo "black would rewrite files: run make fmt" >&2; exit 1; }
 	$(BIN)/python -m mypy
 	$(BIN)/lint-imports
-	$(BIN)/shellcheck .ci/run launch/*.sh launch/slurm.sbatch
+	$(BIN)/shellcheck .ci/run launch/*.sh launch/slurm.sbatch tools/release.sh
 	$(BIN)/hadolint launch/Dockerfile
 	$(BIN)/python -m tools.lint
 	$(BIN)/python -m tools.pages --check
@@ -231,6 +232,10 @@ docs: $(DOCS)/.ready
 # Every command and block of every page, each page in a folder of its own, in an order of the day; make test leaves out most of the six slow pages.
 test-docs: $(READY)
 	$(BIN)/python -m pytest tests/docs --all $(PYTEST_FLAGS)
+
+# A clean tree and a tag are needed; nothing is published.
+release: | python
+	tools/release.sh '$(PYTHON)'
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sft.recipe.resolved import Recipe
     from sft.run.outcome import Outcome
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "__version__",
     "load",

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from setuptools.config.setupcfg import read_configuration
 
 import sft
 from sft.cli import main
@@ -54,13 +53,6 @@ def test_the_list_of_recipes_and_a_copy(run) -> None:
     )
     assert "Did you mean qwen3_8b_64k" in run("init", "qwen3_8b_65k")[1]
     assert run("init", "demo", "a=1")[0] == 2
-
-
-def test_the_wheel_has_every_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    files = read_configuration("setup.cfg")["options"]["data_files"]
-    packed = {str(Path(file).relative_to("recipes")) for _, names in files for file in names}
-    assert packed == {str(recipe.path.relative_to(library.folder())) for recipe in library.recipes()}
 
 
 def test_a_recipe_for_a_model(run, tiny: Path) -> None:

@@ -1,13 +1,11 @@
 """Allowed imports: the contracts of setup.cfg hold, and the linter finds breaches of them."""
 
-import configparser
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from setuptools import find_packages
 
 ROOT = Path(__file__).resolve().parents[3]
 HEAVY = ["torch", "megatron", "transformer_engine", "transformers", "datasets", "pandas", "tensorboard"]
@@ -101,16 +99,3 @@ def test_predictions_need_no_torch(command: list[str], code: int, tmp_path: Path
     program += "print('imported', code, [name for name in sys.modules if name.startswith('sft.mcore')])"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.stdout.splitlines()[-1:] == [f"imported {code} []"], done.stdout + done.stderr
-
-
-def test_a_wheel_holds_every_module_and_command() -> None:
-    """A wheel would lack a folder without __init__.py, and with it a command of tools/."""
-    folders = {file.parent for file in (ROOT / "sft").rglob("*.py")}
-    packages = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
-    assert set(find_packages(ROOT, include=["sft", "sft.*"])) == packages
-    settings = configparser.ConfigParser()
-    settings.read(ROOT / "setup.cfg")
-    assert settings["options.packages.find"]["include"].split() == ["sft", "sft.*"]
-    assert settings["options.entry_points"]["console_scripts"].strip() == "sft = sft.cli:run"
-    others = [file for file in (ROOT / "sft").rglob("*") if file.is_file() and file.suffix not in (".py", ".pyc")]
-    assert others == [ROOT / "sft/py.typed"] and settings["options.package_data"]["sft"] == "py.typed"

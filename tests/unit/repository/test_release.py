@@ -1,4 +1,4 @@
-"""A release: the sdist and the wheel have what they need, the installed command runs, and all files name one version."""
+"""A release: sdist and wheel have what they need, the installed command runs, and all files name one version."""
 
 import os
 import re
@@ -51,7 +51,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_wheel_has_every_module_and_recipe(wheel: Path) -> None:
-    """It would lack a folder of the package without __init__.py, and a folder of recipes that setup.cfg does not name."""
+    """It would lack a folder of the package without __init__.py, or of recipes that setup.cfg does not name."""
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     packed = {re.sub(r"^sft_megatron-[^/]*\.data/data/share/sft/", "", name) for name in names}

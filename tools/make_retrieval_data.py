@@ -36,6 +36,7 @@ STATEMENT = re.compile(rb"[a-z][0-9]")
 LINE = 3  # tokens of a statement or a question: newline, key, value
 TRAIN_QUESTIONS = 72  # questions of a training document, a multiple of each number of keys
 DISTANCES = (128, 512, 2048, 8192)  # tokens from a statement to its answer, in held-out documents
+SHORT_SHARE = 0.7  # share of the training tokens that are in documents without filler after the statements
 MAX_FILLER = 8000  # largest number of tokens between the statements and the questions of a training document
 
 
@@ -83,14 +84,9 @@ def excerpt(rng: random.Random, text: bytes, size: int) -> bytes:
     return text[start : start + size]
 
 
-def train_documents(
-    rng: random.Random, text: bytes, num_tokens: int, short_share: float, noise: float
-) -> Iterator[Document]:
-    """Training documents with about `num_tokens` tokens in all, in random order.
-
-    short_share  share of these tokens that are in documents without filler after the statements
-    """
-    short, made = int(short_share * num_tokens), 0
+def train_documents(rng: random.Random, text: bytes, num_tokens: int, noise: float) -> Iterator[Document]:
+    """Training documents with about `num_tokens` tokens in all, in random order."""
+    short, made = int(SHORT_SHARE * num_tokens), 0
     documents = []
     while made < num_tokens:
         values = rng.choices(digits, k=rng.choice(TRAIN_KEYS))
@@ -127,8 +123,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the files")
     parser.add_argument("--tokens", type=int, default=1_000_000, help="number of tokens for training")
     parser.add_argument("--held-out", type=int, default=6, help="number of held-out documents of each distance")
-    about = "share of the training tokens that are in documents without filler (default: %(default)s)"
-    parser.add_argument("--short-share", type=float, default=0.7, help=about)
     about = "share of the training answers that are a random digit (default: %(default)s)"
     parser.add_argument("--noise", type=float, default=0.0, help=about)
     parser.add_argument("--seed", type=int, default=0, help="seed of the random choices")
@@ -136,8 +130,7 @@ def main() -> None:
     text = filler()
     options.out.mkdir(parents=True, exist_ok=True)
     rng = random.Random(f"train {options.seed}")
-    made = train_documents(rng, text, options.tokens, options.short_share, options.noise)
-    write(options.out / "retrieval-train.jsonl", made)
+    write(options.out / "retrieval-train.jsonl", train_documents(rng, text, options.tokens, options.noise))
     for distance in DISTANCES:
         rng = random.Random(f"held out {distance} {options.seed}")
         made = held_out_documents(rng, text, distance, options.held_out)

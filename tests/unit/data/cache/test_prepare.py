@@ -372,7 +372,7 @@ def test_sft_data_prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     capsys.readouterr()
     assert main(["data", "prepare", path, *settings, "--sweep"]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert len([line for line in out if "removed c/" in line]) == 4 and out[-1].endswith("c: 4.7 KiB freed")
+    assert len([line for line in out if "removed c/" in line]) == 4 and out[-2].endswith("c: 4.7 KiB freed")
     data = config(train=["a.jsonl"])
     assert sorted(folder.name for folder in (tmp_path / "c").iterdir()) == sorted(
         ["mine", *(store_folder(Path("c"), Path(f), data, load_tokenizer(data)).name for f in ("a.jsonl", "b.jsonl"))]

@@ -274,9 +274,10 @@ def summary(before: str) -> str:
     return page_text.replaced(before, BEGIN, END, "\n".join(["", *page_text.folded(text), "", ""]))
 
 
-def about() -> dict[str, Any]:
-    """Date, commit and versions of what runs now."""
-    commit = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+def about(commit: str | None) -> dict[str, Any]:
+    """Date and versions of what runs now, and the commit of the tests.  None: the current commit"""
+    command = ["git", "rev-parse", "--short=8", "HEAD"]
+    commit = commit or subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
     versions = {name: version(name) for name in _PACKAGES} | {"Python": platform.python_version()}
     return {"date": datetime.date.today().isoformat(), "commit": commit.strip() or "unknown", "versions": versions}
 
@@ -284,8 +285,10 @@ def about() -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="+", type=Path, metavar="RESULTS.xml")
-    of_family = results(parser.parse_args(argv).results)
-    write(of_family, about())
+    parser.add_argument("--commit", help="on which the tests ran (default: the current one)")
+    arguments = parser.parse_args(argv)
+    of_family = results(arguments.results)
+    write(of_family, about(arguments.commit))
     for family, checks in of_family.items():
         if verdict(checks) == FAILED:
             names = ", ".join(name for name, line in checks.items() if line["failed"])

@@ -51,6 +51,7 @@ _LINK = "../numbers/estimates.md#compared-with-published-measurements"
 _SHORT = {"meta-llama/Llama-3.1-8B-Instruct": "Llama-8B"}  # models by the names of ESTIMATES
 _PREDICTED = {"gib": r"measured: (\d+) of", "step_s": r"a step ([\d.,]+) s", "mfu": r"(\d+%) MFU"}  # of a header
 _ROW = re.compile(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \| [^|]+ \| [\d.]+ \|$", re.M)  # source, case, published
+_SHOWN = 2  # passed layouts of a line that a page names, the shortest; the JSON has all
 Card = dict[str, Any]
 
 
@@ -203,7 +204,9 @@ def _row(name: str, line: Card | None) -> str:
     if line is None:
         return f"| {name} | 0 | not tested | | |"
     failed = (f"**{layout} FAILED**" if layout else "**FAILED**" for layout in line["failed"])
-    layouts = [*failed, *filter(None, line["passed"])]
+    shorter = (layout.replace("=true", "").replace("train.recompute=", "") for layout in line["passed"])
+    passed = sorted(filter(None, shorter), key=len)
+    layouts = [*failed, *passed[:_SHOWN], *[f"{len(passed) - _SHOWN} more"] * (len(passed) > _SHOWN)]
     worst, bar = (f"{line[key]:.1e}" if key in line else "" for key in ("worst", "bar"))
     return f"| {name} | {line['tests']} | {', '.join(layouts)} | {worst} | {bar} |"
 

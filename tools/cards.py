@@ -142,7 +142,7 @@ def _recipes() -> dict[str, list[Card]]:
                     "tokens": config.data.seq_length,
                     "hardware": header["Hardware"].rstrip("."),
                     **{name: _number(pattern, header["Expected"]) for name, pattern in _PREDICTED.items()},
-                    "published": _published(model, config.data.seq_length),
+                    "published": [] if config.lora.is_used else _published(model, config.data.seq_length),
                     "attention": compiled_kernels.lines(config),
                 }
                 of_family[family].append(row)
@@ -183,11 +183,7 @@ def page(family: str, before: str) -> str:
         "",
         *page_text.folded(f"**{card['verdict'][0].upper()}{card['verdict'][1:]}.** {_about(card)}"),
         "",
-        "| line | tests | layouts | worst | bar |",
-        "|---|---:|---|---:|---:|",
         *(_row(name, card["checks"].get(name)) for name in CHECKS),
-        "",
-        "[What the lines mean](index.md).",
         *_recipe_lines(card["recipes"]),
     ]
     return "\n".join([*lines, ""])
@@ -197,40 +193,40 @@ def _about(card: Card) -> str:
     if not card["checks"]:
         return "No test has run."
     versions = ", ".join(f"{name} {number}" for name, number in card["versions"].items())
-    return f"Tests of {card['date']} on commit {card['commit']}: {versions}. Small random models, on CPUs, in fp32."
+    return (
+        f"Tests of {card['date']} on commit {card['commit']}: {versions}. Small random models, on CPUs, in fp32. "
+        "[What the lines mean](index.md)."
+    )
 
 
 def _row(name: str, line: Card | None) -> str:
+    """`- gradients: worst 3.3e-06 of 1.0e-05; 5 tests: cp, one, 3 more`"""
     if line is None:
-        return f"| {name} | 0 | not tested | | |"
+        return f"- {name}: not tested"
     failed = (f"**{layout} FAILED**" if layout else "**FAILED**" for layout in line["failed"])
     shorter = (layout.replace("=true", "").replace("train.recompute=", "") for layout in line["passed"])
     passed = sorted(filter(None, shorter), key=len)
     layouts = [*failed, *passed[:_SHOWN], *[f"{len(passed) - _SHOWN} more"] * (len(passed) > _SHOWN)]
-    worst, bar = (f"{line[key]:.1e}" if key in line else "" for key in ("worst", "bar"))
-    return f"| {name} | {line['tests']} | {', '.join(layouts)} | {worst} | {bar} |"
+    worst = f"worst {line['worst']:.1e} of {line['bar']:.1e}; " if "worst" in line else ""
+    tests = f"{line['tests']} test{'s' * (line['tests'] != 1)}"
+    return f"- {name}: {worst}{tests}{': ' if layouts else ''}{', '.join(layouts)}"
 
 
 def _recipe_lines(recipes: Sequence[Card]) -> Iterator[str]:
     if not recipes:
         return
+    names = ", ".join(f"[{_stem(row)}](../../{row['recipe']})" for row in recipes)
     yield from ("", "## Recipes", "")
-    yield from page_text.folded(
-        "**Speeds and memory are predicted; nobody has measured them.** GiB is of 74 usable ones of an H100."
-    )
-    yield from ("", "| recipe | tokens | GPUs | GiB | s/step | MFU |", "|---|---:|---:|---:|---:|---:|")
+    yield from page_text.folded(f"{names}. [Predicted speeds and memory](../reference/recipes.md) are unverified.")
+    if any(row["published"] for row in recipes):
+        link = f"[Published]({_LINK}) by other trainers for the same length, on other layouts:"
+        yield from ("", *page_text.folded(link), "")
     for row in recipes:
-        numbers = (row[name] or "" for name in _PREDICTED)
-        yield f"| [{_stem(row)}] | {row['tokens']:,} | {row['hardware'].split()[0]} | {' | '.join(numbers)} |"
-    if published := {
-        f"{row['model']}, {row['tokens']:,} tokens": row["published"] for row in recipes if row["published"]
-    }:
-        yield from ("", f"[Measurements of other trainers]({_LINK}), on other layouts:", "")
-        for case, texts in published.items():
-            yield from page_text.folded(f"- {case}: {'; '.join(texts)}")
-    yield from ("", "Kernels of attention that [compile without a GPU](../numbers/kernels.md), by widths of heads:", "")
-    yield from (f"- {text}" for text in dict.fromkeys(line for row in recipes for line in row["attention"]))
-    yield from ("", *(f"[{_stem(row)}]: ../../{row['recipe']}" for row in recipes))
+        if row["published"] and row["step_s"]:
+            own = f"- {_stem(row)}: predicted {row['step_s']} s/step on {row['hardware'].split()[0]} GPUs; published "
+            yield from page_text.folded(own + "; ".join(row["published"]))
+    kernels = "; ".join(dict.fromkeys(line for row in recipes for line in row["attention"]))
+    yield from ("", *page_text.folded(f"Attention, by widths of heads: {kernels} ([how](../numbers/kernels.md))."))
 
 
 def _stem(row: Card) -> str:

@@ -53,8 +53,9 @@ def test_a_card_has_layouts_and_the_worst_difference_in_terms_of_its_bar(folder:
     cards.write(found, ABOUT)
     assert json.loads((folder / "cards" / "qwen3.json").read_text())["verdict"] == "partly tested"
     page = cards.page("qwen3", "")
-    assert "| gradients | 2 | cp, tp | 6.0e-06 | 2.0e-05 |" in page and "| LoRA | 0 | not tested | | |" in page
-    assert "on commit 0123abcd" in page and "| [qwen3_8b_1m_1n] | 1,048,576 | 8 | 45 |" in page
+    assert "\n- gradients: worst 6.0e-06 of 2.0e-05; 2 tests: cp, tp\n" in page and "\n- LoRA: not tested\n" in page
+    assert "on commit 0123abcd" in page
+    assert "\n- qwen3_8b_1m_1n: predicted 271 s/step on 8 GPUs; published 364 to" in page
 
 
 @pytest.mark.parametrize("outcome", ["failure", "error"])
@@ -65,7 +66,7 @@ def test_a_failed_test_turns_exactly_its_card_red(folder: Path, outcome: str) ->
     verdicts = {family: cards.load(family)["verdict"] for family in FAMILIES}
     partly = dict.fromkeys(FAMILIES, "partly tested")
     assert verdicts == partly | {"llama": "passed", "mistral3/ministral3": "FAILED"}
-    assert "| layouts | 2 | **cp FAILED**, pp |" in cards.page("mistral3/ministral3", "")
+    assert "\n- layouts: 2 tests: **cp FAILED**, pp\n" in cards.page("mistral3/ministral3", "")
     marks = cards.BEGIN + cards.END
     assert "| [mistral3/ministral3](mistral3-ministral3.md) | **FAILED**: layouts | 2 |" in cards.index(marks)
     told = " ".join(cards.summary(marks).split())

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sft.commands.arguments import add_quiet, read_recipe, recipe_command
 from sft.commands.output import need_matplotlib, picture_file, progress, show_next
+from sft.console import Console
 from sft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,11 +58,11 @@ def evaluate(arguments: Namespace) -> None:
         if not arguments.quiet:
             _show_next(recipe, arguments, is_trained=evaluated.step > 0)
         return
-    layout = evaluation.ready(recipe, arguments.source)
+    layout = evaluation.ready(recipe, arguments.source, quiet=arguments.quiet)
 
     from sft.evaluation import context
 
-    context.main(recipe, layout, arguments.source, arguments.json)
+    context.main(recipe, layout, arguments.source, arguments.json, is_quiet=arguments.quiet)
 
 
 def _show_next(recipe: "Recipe", arguments: Namespace, *, is_trained: bool) -> None:
@@ -103,7 +104,7 @@ def _evaluate_long(recipe: "Recipe", arguments: Namespace) -> None:
     check_paths(recipe, trains=False)
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first:  # the other ranks wait for this rank when they join the process group
-        _make_questions(recipe, settings, before)
+        _make_questions(recipe, settings, before, progress(is_quiet=arguments.quiet))
     download(recipe, arguments.source)
 
     from sft.run import environment
@@ -112,7 +113,7 @@ def _evaluate_long(recipe: "Recipe", arguments: Namespace) -> None:
 
     from sft.evaluation.long import main
 
-    scores = main(recipe, layout, arguments.source, arguments.json, settings, before)
+    scores = main(recipe, layout, arguments.source, arguments.json, settings, before, is_quiet=arguments.quiet)
     if is_first and arguments.picture is not None:
         from sft.metrics.results.long_plot import draw
 
@@ -120,7 +121,7 @@ def _evaluate_long(recipe: "Recipe", arguments: Namespace) -> None:
             draw(scores, temporary)
 
 
-def _make_questions(recipe: "Recipe", settings: "SuiteSettings", before: "LongScores | None") -> None:
+def _make_questions(recipe: "Recipe", settings: "SuiteSettings", before: "LongScores | None", console: Console) -> None:
     """Make the questions that the cache lacks.  Raises ConfigError if `before` has the scores of other questions."""
     from sft.data.cache.prepare import num_processes
     from sft.data.cache.vocabulary import check_ids
@@ -129,7 +130,7 @@ def _make_questions(recipe: "Recipe", settings: "SuiteSettings", before: "LongSc
 
     config = recipe.config
     tokenizer = tokenizer_of(config)
-    suites = make_suites(settings, tokenizer, Path(config.cache_dir), progress(), num_processes(config.data))
+    suites = make_suites(settings, tokenizer, Path(config.cache_dir), console, num_processes(config.data))
     for suite in suites:
         check_ids(config, suite.corpus, tokenizer)
     if before is not None and before.digest != digest_of(suites):

@@ -29,9 +29,9 @@ def show_next(*commands: str) -> None:
         print_group("next", [" or ".join(commands)])
 
 
-def progress() -> Console:
-    """A console that prints progress on stderr, because stdout is for results."""
-    return Console(0, sys.stderr)
+def progress(*, is_quiet: bool = False) -> Console:
+    """A console that prints progress on stderr, because stdout is for results.  is_quiet: only warnings"""
+    return Console(0, sys.stderr, is_quiet=is_quiet)
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from sft.data.long.context import LEAST, compared, pairs
 from sft.data.pipeline import HeldOutData
 from sft.errors import ConfigError, TrainingError
 from sft.evaluation.opened import opened
-from sft.mcore import process_groups
 from sft.mcore.engine import Engine
 from sft.metrics.context import DocumentScore, table, to_json
 from sft.parallel.layout import Layout
@@ -17,7 +16,9 @@ from sft.recipe.resolved import Recipe
 from sft.run.long_evaluation import score
 
 
-def main(recipe: Recipe, layout: Layout, source: str | None, json_file: Path | None) -> list[DocumentScore]:
+def main(
+    recipe: Recipe, layout: Layout, source: str | None, json_file: Path | None, *, is_quiet: bool = False
+) -> list[DocumentScore]:
     """Score all documents of data.eval, as one rank.  Prints a table on stdout, progress on stderr.  Collective.
 
     The arguments and the errors are those of `held_out.main`.
@@ -34,16 +35,17 @@ def main(recipe: Recipe, layout: Layout, source: str | None, json_file: Path | N
                 "(data.turns = each).  Give longer documents, or supervise more of them."
             )
 
-    run = opened(recipe, layout, source, HeldOutData, check=check)
     documents: list[DocumentScore] = []
-    for name, loader in run.data.held_out.items():
-        if chosen[name]:
-            documents += score_documents(run.engine, name, loader.corpus, chosen[name], run.data.pad_id)
-        if left := len(loader.corpus) - len(chosen[name]):
-            run.console.say(f"{name}: {left:,} of {len(loader.corpus):,} documents are left out; they are too short")
-    run.out.say("\n".join([f"far context after step {run.step}", *table(documents)]))
-    run.write(json_file, sets={}, context=to_json(documents))
-    process_groups.stop()
+    with opened(recipe, layout, source, HeldOutData, check=check, is_quiet=is_quiet) as run:
+        for name, loader in run.data.held_out.items():
+            if chosen[name]:
+                documents += score_documents(run.engine, name, loader.corpus, chosen[name], run.data.pad_id)
+            if left := len(loader.corpus) - len(chosen[name]):
+                run.console.say(
+                    f"{name}: {left:,} of {len(loader.corpus):,} documents are left out; they are too short"
+                )
+        run.out.say("\n".join([f"far context after step {run.step}", *table(documents)]))
+        run.write(json_file, sets={}, context=to_json(documents))
     return documents
 
 

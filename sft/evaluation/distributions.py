@@ -18,7 +18,6 @@ from sft.data.scoring import ScoredSet, ScoringData, part_dtype
 from sft.errors import ConfigError
 from sft.evaluation.opened import opened
 from sft.files.atomic_files import explained
-from sft.mcore import process_groups
 from sft.mcore.engine import Engine
 from sft.mcore.scores import Scores, score
 from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
@@ -45,16 +44,15 @@ def main(recipe: Recipe, layout: Layout, source: str | None, folder: Path, k: in
                 "number; 64 is usual."
             )
 
-    run = opened(recipe, layout, source, ScoringData, check=check)
-    for name, loader in run.data.sets.items():
-        facts = {"k": k, "weights": run.weights, "step": run.step, "data": loader.corpus.digest}
-        conditions = {**facts, **_conditions(recipe.config), "layout": layout.sizes, "versions": installed()}
-        scored = ScoredSet(folder, name, loader, k, facts)
-        if _score_set(run.engine, scored, name, conditions, run.tokenizer.ids_digest, run.console):
-            run.out.say(f"{scored.file}: {len(loader.corpus):,} samples, scored with {run.weights}")
-        else:
-            run.out.say(f"{scored.file}: was finished before")
-    process_groups.stop()
+    with opened(recipe, layout, source, ScoringData, check=check) as run:
+        for name, loader in run.data.sets.items():
+            facts = {"k": k, "weights": run.weights, "step": run.step, "data": loader.corpus.digest}
+            conditions = {**facts, **_conditions(recipe.config), "layout": layout.sizes, "versions": installed()}
+            scored = ScoredSet(folder, name, loader, k, facts)
+            if _score_set(run.engine, scored, name, conditions, run.tokenizer.ids_digest, run.console):
+                run.out.say(f"{scored.file}: {len(loader.corpus):,} samples, scored with {run.weights}")
+            else:
+                run.out.say(f"{scored.file}: was finished before")
 
 
 def _score_set(

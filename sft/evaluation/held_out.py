@@ -12,7 +12,6 @@ from sft.console import Console
 from sft.data.pipeline import HeldOutData
 from sft.errors import TrainingError
 from sft.evaluation.opened import opened
-from sft.mcore import process_groups
 from sft.mcore.engine import Engine
 from sft.metrics.log import MetricsLog
 from sft.metrics.records import Record
@@ -34,8 +33,7 @@ def main(
     Returns the name of the weights, their step, and the record of each set.  Raises SftError if the weights cannot be
     scored.
     """
-    with process_groups.left_at_end(layout.world_size):
-        run = opened(recipe, layout, source, HeldOutData, is_quiet=is_quiet)
+    with opened(recipe, layout, source, HeldOutData, is_quiet=is_quiet) as run:
         records = score(run.engine, run.data, run.out, run.step)
         run.write(json_file, sets=records)
     return run.weights, run.step, records

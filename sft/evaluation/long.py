@@ -4,8 +4,7 @@ from pathlib import Path
 
 from sft.data.long.suite import SuiteSettings, digest_of, open_suites
 from sft.data.pipeline import HeldOutData
-from sft.evaluation.opened import OpenedWeights, opened
-from sft.mcore import process_groups
+from sft.evaluation.opened import opened
 from sft.metrics.long import LongScores, falls, table
 from sft.parallel.layout import Layout
 from sft.recipe.resolved import Recipe
@@ -19,6 +18,8 @@ def main(
     json_file: Path | None,
     settings: SuiteSettings,
     before: LongScores | None,
+    *,
+    is_quiet: bool = False,
 ) -> LongScores:
     """Score weights on questions, as one rank.  Prints tables on stdout, progress on stderr.  Collective.
 
@@ -27,20 +28,14 @@ def main(
     before    earlier scores of the same questions, for comparison; None: no comparison
     The other arguments and the errors are those of `held_out.main`.
     """
-    with process_groups.left_at_end(layout.world_size):
-        return _scores(opened(recipe, layout, source, HeldOutData), json_file, settings, before)
-
-
-def _scores(
-    run: OpenedWeights[HeldOutData], json_file: Path | None, settings: SuiteSettings, before: LongScores | None
-) -> LongScores:
-    suites = open_suites(settings, run.tokenizer, Path(run.recipe.config.cache_dir))
-    scored = [score_suite(run.engine, suite, run.data.pad_id) for suite in suites]
-    questions = tuple(question for scores in scored if scores is not None for question in scores.questions)
-    scores = LongScores(digest=digest_of(suites), questions=questions)
-    earlier = None if before is None else before.answers
-    run.out.say("\n".join([f"long-context questions after step {run.step}", *table(scores.answers, earlier)]))
-    for fall in falls(earlier or {}, scores.answers):
-        run.out.say(f"WARNING: {fall}")
-    run.write(json_file, sets={}, long=scores.to_json())
+    with opened(recipe, layout, source, HeldOutData, is_quiet=is_quiet) as run:
+        suites = open_suites(settings, run.tokenizer, Path(recipe.config.cache_dir))
+        scored = [score_suite(run.engine, suite, run.data.pad_id) for suite in suites]
+        questions = tuple(question for scores in scored if scores is not None for question in scores.questions)
+        scores = LongScores(digest=digest_of(suites), questions=questions)
+        earlier = None if before is None else before.answers
+        run.out.say("\n".join([f"long-context questions after step {run.step}", *table(scores.answers, earlier)]))
+        for fall in falls(earlier or {}, scores.answers):
+            run.out.say(f"WARNING: {fall}")
+        run.write(json_file, sets={}, long=scores.to_json())
     return scores

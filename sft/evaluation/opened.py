@@ -2,7 +2,8 @@
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -14,6 +15,7 @@ from sft.data.pipeline import HeldOutData
 from sft.errors import StorageError
 from sft.evaluation.weights import load_engine
 from sft.files.atomic_files import replace_text
+from sft.mcore import process_groups
 from sft.mcore.engine import Engine
 from sft.mcore.process_groups import ProcessGroups
 from sft.parallel.collectives import broadcast_from_rank0
@@ -66,6 +68,7 @@ class OpenedWeights(Generic[Data]):
         broadcast_from_rank0(lambda: _write(file, json.dumps(content, indent=1) + "\n"), self.groups.control)
 
 
+@contextmanager
 def opened(
     recipe: Recipe,
     layout: Layout,
@@ -74,35 +77,37 @@ def opened(
     *,
     check: Callable[[Data], None] = lambda data: None,
     is_quiet: bool = False,
-) -> OpenedWeights[Data]:
-    """Join the ranks of `layout`, and open the data of `recipe` as `kind`, then the weights.  Collective.
+) -> Iterator[OpenedWeights[Data]]:
+    """A context of the ranks of `layout`, with the data of `recipe` as `kind`, and the weights.  Collective.
 
-    source  names the weights: a checkpoint, run, Hugging Face model or PEFT folder; None: the newest checkpoint of the
-            run, or the weights from which the run would start
-    check   raises ConfigError if these data cannot be scored, before the weights are loaded
+    source    names the weights: a checkpoint, run, Hugging Face model or PEFT folder; None: the newest checkpoint of
+              the run, or the weights from which the run would start
+    check     raises ConfigError if these data cannot be scored, before the weights are loaded
+    is_quiet  print no progress
     Raises SftError if the data or the weights cannot be opened.
     """
     config = recipe.config
     leave_with_parent()
-    groups = join_ranks(config, layout)
-    console, out = Console(groups.rank, sys.stderr, is_quiet=is_quiet), Console(groups.rank, sys.stdout)
-    tokenizer = tokenizer_of(config)
-    data = kind(config, tokenizer, recipe.arguments, layout, groups, console)
-    check(data)
-    engine, weights, step = load_engine(config, source, tokenizer, layout, groups, data.vocab_size, console)
-    console.say(f"scoring {weights}")
-    return OpenedWeights(
-        recipe=recipe,
-        layout=layout,
-        groups=groups,
-        out=out,
-        console=console,
-        tokenizer=tokenizer,
-        data=data,
-        engine=engine,
-        weights=weights,
-        step=step,
-    )
+    with process_groups.left_at_end(layout.world_size):
+        groups = join_ranks(config, layout)
+        console, out = Console(groups.rank, sys.stderr, is_quiet=is_quiet), Console(groups.rank, sys.stdout)
+        tokenizer = tokenizer_of(config)
+        data = kind(config, tokenizer, recipe.arguments, layout, groups, console)
+        check(data)
+        engine, weights, step = load_engine(config, source, tokenizer, layout, groups, data.vocab_size, console)
+        console.say(f"scoring {weights}")
+        yield OpenedWeights(
+            recipe=recipe,
+            layout=layout,
+            groups=groups,
+            out=out,
+            console=console,
+            tokenizer=tokenizer,
+            data=data,
+            engine=engine,
+            weights=weights,
+            step=step,
+        )
 
 
 def _write(file: Path, text: str) -> None:

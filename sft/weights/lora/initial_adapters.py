@@ -20,12 +20,11 @@ from sft.hf.model_family import model_family
 from sft.layers.adapters import EMBEDDING, HEAD, Trained, names_of
 from sft.parallel.collectives import all_gather_objects
 from sft.weights.lora import merged_adapters
-from sft.weights.lora.initial_rows import row_parts, rows_of
+from sft.weights.lora.initial_rows import by_key, row_parts, rows_of
 from sft.weights.lora.matched import Matched, match, shown
 from sft.weights.lora.peft import folder, token_rows
 from sft.weights.lora.peft.config import disagreements
 from sft.weights.lora.peft.stacked import rows_in_file, stacked_part
-from sft.weights.lora.peft.targets import module_of
 
 if TYPE_CHECKING:
     from sft.mcore.engine import Engine
@@ -194,27 +193,18 @@ def _family(source: str, config: Config) -> Family:
 
 
 def _whole(source: str, adapter: folder.PeftAdapter, family: Family, config: Config) -> dict[str, list[str]]:
-    """The modules of the folder whose weights are trained whole, by the key of our weight.
+    """The modules of the folder whose weights are trained whole, by the key of our weight (`by_key`).
 
-    A key has two modules if the base model ties embedding and output weight.
     Raises CheckpointError for a weight other than these two.  Also raises it if PEFT trained them as two weights, but
     the base model ties them.
     """
-    has_vision, is_tied = family.text_config != "none", config.model.tie_embeddings
-    keys = {
-        module_of(family.embedding, has_vision=has_vision): EMBEDDING,
-        module_of(family.head, has_vision=has_vision): EMBEDDING if is_tied else HEAD,
-    }
-    stored = {module_of(module, has_vision=has_vision): module for module in adapter.contents.saved}
-    if unknown := sorted(stored.keys() - keys.keys()):
+    whole, unknown = by_key(adapter.contents.saved, family, config)
+    if unknown:
         raise CheckpointError(
             f"{source} holds the whole weight of {shown(unknown)} (modules_to_save), but beside adapters this trainer "
             "trains only the embedding and the output weight.  Use an adapter without it."
         )
-    whole: dict[str, list[str]] = {}
-    for name in filter(stored.__contains__, keys):
-        whole.setdefault(keys[name], []).append(stored[name])
-    if whole and is_tied and not adapter.contents.config.tied:
+    if whole and config.model.tie_embeddings and not adapter.contents.config.tied:
         raise CheckpointError(
             f"{source} holds {' and '.join(whole[EMBEDDING])} (modules_to_save), which PEFT trained apart from the "
             "weight to which the base model ties it.  They cannot be one weight.  Train the adapter in PEFT with "

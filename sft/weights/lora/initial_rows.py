@@ -1,6 +1,6 @@
 """Finds the rows of the embedding and of the output weight that a PEFT folder trains alone."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from sft.config import Config
@@ -15,29 +15,38 @@ if TYPE_CHECKING:
     from sft.weights.load import Shard
 
 
-def rows_of(source: str, adapter: folder.PeftAdapter, family: Family, config: Config) -> dict[str, list[str]]:
-    """The modules of the folder of which rows are trained, by the key of our weight.
+def by_key(modules: Iterable[str], family: Family, config: Config) -> tuple[dict[str, list[str]], list[str]]:
+    """The modules of a folder that are the embedding or the output weight, by the key of our weight, and all others.
 
     A key has two modules if the base model ties embedding and output weight, and PEFT saved both copies.
-    Raises CheckpointError for rows of another weight, or of a tied output weight alone.
     """
     has_vision, is_tied = family.text_config != "none", config.model.tie_embeddings
     keys = {
         module_of(family.embedding, has_vision=has_vision): EMBEDDING,
         module_of(family.head, has_vision=has_vision): EMBEDDING if is_tied else HEAD,
     }
-    stored = {module_of(module, has_vision=has_vision): module for module in adapter.contents.rows}
-    embedding = next(iter(keys))
-    if unknown := sorted(stored.keys() - keys.keys()) or (
-        sorted(stored) if is_tied and embedding not in stored else []
-    ):
+    stored = {module_of(module, has_vision=has_vision): module for module in modules}
+    known: dict[str, list[str]] = {}
+    for name in filter(stored.__contains__, keys):
+        known.setdefault(keys[name], []).append(stored[name])
+    return known, sorted(stored.keys() - keys.keys())
+
+
+def rows_of(source: str, adapter: folder.PeftAdapter, family: Family, config: Config) -> dict[str, list[str]]:
+    """The modules of the folder of which rows are trained, by the key of our weight.
+
+    Raises CheckpointError for rows of another weight, or of a tied output weight alone.
+    """
+    rows, unknown = by_key(adapter.contents.rows, family, config)
+    first, embedding = (
+        module_of(name, has_vision=family.text_config != "none")
+        for name in (*rows.get(EMBEDDING, [family.embedding])[:1], family.embedding)
+    )
+    if unknown := unknown or (rows[EMBEDDING] if first != embedding else []):
         raise CheckpointError(
             f"{source} holds rows of {shown(unknown)} ({token_rows.OPTION}), but this trainer trains rows only of the "
             "embedding, and of an output weight that is not tied to it.  Use an adapter without them."
         )
-    rows: dict[str, list[str]] = {}
-    for name in filter(stored.__contains__, keys):
-        rows.setdefault(keys[name], []).append(stored[name])
     return rows
 
 

@@ -7,12 +7,13 @@ losses; its interval is that of a ratio of two sums over independent documents (
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 from sft.metrics.paired import CONFIDENCE
 
 FORMAT = "sft context 1"
-_NORMAL = 1.959964  # the normal quantile of CONFIDENCE
+_NORMAL = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,7 @@ from sft.mcore.optimizer.inner import (
     held_parts,
     inner_optimizers,
     moments_of,
+    set_moments,
 )
 from sft.mcore.sharding.parts import pieces, shards_by_param, with_all_axes
 
@@ -150,9 +151,5 @@ def _slice(part: HeldPart) -> OptimizerSlice:
         tensors=main | moments,
         gradient=part.gradient,
         replica=part.replica,
-        write=partial(part.updater.write, part.main, moments) if hasattr(part.updater, "write") else _keep,
+        write=partial(set_moments, part.updater, part.main, moments),
     )
-
-
-def _keep() -> None:
-    """The tensors of a slice are the states themselves."""

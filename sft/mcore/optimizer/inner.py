@@ -5,7 +5,7 @@ several lists them in `sub_optimizers`, and each updates some of the parameters:
 has an Adam for the device and others for the host.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,6 +143,12 @@ def moments_of(optimizer: Optimizer, tensor: Tensor) -> dict[str, Tensor]:
         if counts_by_parameter(optimizer):
             state["step"] = new_step(optimizer, tensor)
     return {name: state[name] for name in types}
+
+
+def set_moments(optimizer: Optimizer, tensor: Tensor, moments: Mapping[str, Tensor]) -> None:
+    """Put changed states of `tensor`, which `moments_of` has returned, into the optimizer, if they are copies."""
+    if hasattr(optimizer, "write"):
+        optimizer.write(tensor, moments)
 
 
 def group_values(core: MegatronOptimizer) -> list[dict[str, Any]]:

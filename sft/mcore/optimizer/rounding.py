@@ -20,9 +20,8 @@ from torch import Tensor
 
 from sft.config.train import INT8_BLOCK
 
-_TINY = (
-    2.0**-96
-)  # a block whose largest magnitude is below is stored as 0; its products with the map are normal numbers
+# A block whose largest magnitude is below is stored as 0.  Products of it with the map are normal numbers.
+_TINY = 2.0**-96
 
 
 def dynamic_map(*, is_signed: bool) -> Tensor:

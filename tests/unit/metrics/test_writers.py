@@ -16,9 +16,11 @@ from tensorboard.summary.writer import event_file_writer
 
 from sft.cli import main
 from sft.metrics.log import MetricsLog
+from sft.metrics.run_facts import RunFacts
 from sft.metrics.scalars import scalars
 from sft.metrics.totals import Peak
 from sft.metrics.writers import JsonLines, TensorBoard, open_writers
+from sft.parallel.layout import Layout
 from sft.run.gpu_peak import peak_tflops
 from tests.unit.fixtures.logs import console, log_of
 from tests.unit.metric_values import RECIPE, START, check, config, evaluation, result, run_of, totals, train
@@ -207,7 +209,9 @@ def test_the_peak_of_the_gpu_is_known_or_there_is_no_mfu(
     words: tuple[str, ...], device: str, name: str, expected: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert peak_tflops(config(*words), torch.device(device)) == expected
+    recipe = config(*words)
+    of_device = peak_tflops(recipe, torch.device(device))
+    assert RunFacts.of(recipe, Layout.resolve(recipe, 2), 10, peak_tflops=of_device).peak_tflops == expected
 
 
 def test_lines_of_a_run_that_was_resumed() -> None:

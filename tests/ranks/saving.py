@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from sft.checkpoint import folders
 from sft.checkpoint.saver import Saver
 from sft.checkpoint.train_state import Conditions, TrainState
 from sft.console import Console
 from sft.errors import CheckpointError, StorageError
-from sft.mcore.checkpoint_io import engine_state, optimizer_shards
+from sft.mcore.checkpoint_io import engine_state, optimizer_shards, safe_reader
 from sft.mcore.engine import Engine
 from tests.ranks import scenarios
 from tests.ranks.hf_models import load
@@ -87,6 +90,18 @@ def train_and_save(overrides: list[str], source: str, folder: str, packs: list[A
         run.train(1, 2)
         run.save(2, wait=True)
         return {"before": before, "after": scenarios.losses_of(engine, packs)}
+
+
+def stored(folder: Path) -> dict[str, Any]:
+    """Every tensor of a checkpoint, whole."""
+    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    safe_reader.load(tensors, folder)
+    return tensors
 
 
 def refusal(action: Callable[[], None]) -> str:

@@ -6,16 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from sft.estimate import memory
-from sft.mcore.checkpoint_io import engine_state, safe_reader
+from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.optimizer.inner import inner_optimizers
 from sft.weights.trained import trained_weights
 from tests.ranks import scenarios
 from tests.ranks.layouts import CP, EP, LOSS_TOLERANCE, MOE, PP, SHARDED, TP
 from tests.ranks.pool import Ranks
+from tests.ranks.saving import stored
 
 BF16, INT8 = ["optim.moments=bf16"], ["optim.moments=int8"]
 # Rows of 64 elements, so that each tensor-parallel rank holds whole blocks of 64.
@@ -27,18 +26,6 @@ GAPS = {FIRST: 0.9 / 64, SECOND: 0.9 / 128}
 # The rounding of a moment may differ in all its elements if a layout divides rows: a step of Adam then changes by about
 # 1 % at random.
 OTHER_ROUNDING = 1e-4
-
-
-def stored(folder: Path) -> dict[str, Any]:
-    """Every tensor of a checkpoint, whole."""
-    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
-    tensors = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    safe_reader.load(tensors, folder)
-    return tensors
 
 
 def moments(folder: Path) -> dict[str, Any]:

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from sft.mcore.checkpoint_io import engine_state, optimizer_shards, safe_reader
 from sft.mcore.optimizer import build, host_threads, offload
@@ -21,6 +19,7 @@ from sft.mcore.page_locked import Arena
 from tests.ranks import scenarios
 from tests.ranks.layouts import AUX, EP, MOE, SHARDED, SP
 from tests.ranks.pool import Ranks
+from tests.ranks.saving import stored
 
 BF16 = ["run.precision=bf16", *SHARDED]
 EXPERTS = [*MOE, *AUX, *EP]
@@ -213,18 +212,6 @@ def test_weights_that_are_loaded_reach_the_host(ranks: Ranks, tmp_path: Path) ->
 
 
 # --- checkpoints -------------------------------------------------------------------------------------------------
-
-
-def stored(folder: Path) -> dict[str, Any]:
-    """Every tensor of a checkpoint, whole."""
-    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
-    tensors = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    safe_reader.load(tensors, folder)
-    return tensors
 
 
 def test_a_checkpoint_does_not_tell_the_share(ranks: Ranks, tmp_path: Path) -> None:

@@ -71,23 +71,24 @@ def losses(folder: Path, kind: str) -> np.ndarray:
 
 
 def draw(folder: Path) -> None:
-    """Both panels: losses, and their differences from those of fp32 with the same seed."""
+    """Both panels: losses, and their means over the last steps; grey: the range of the seeds of fp32."""
     of_kind = {kind: losses(folder, kind) for kind in KINDS}
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     steps = np.arange(1, STEPS + 1)
     for kind, values in of_kind.items():
         for number, row in enumerate(values):
-            left.plot(steps, row, color=COLOURS[kind], linewidth=0.7, label=f"{kind}" if number == 0 else None)
+            left.plot(steps, row, color=COLOURS[kind], linewidth=0.7, label=kind if number == 0 else None)
     last = {kind: values[:, -LAST:].mean(axis=1) for kind, values in of_kind.items()}
-    right.axhspan(*(last["fp32"].mean() + s * np.ptp(last["fp32"]) / 2 for s in (-1, 1)), color="0.9")
+    right.axhspan(last["fp32"].min(), last["fp32"].max(), color="0.9")
     for position, kind in enumerate(KINDS):
-        right.plot([position] * len(SEEDS), last[kind], "o", color=COLOURS[kind])
-        for seed, value in zip(SEEDS, last[kind]):
-            right.annotate(f" seed {seed}", (position, value), fontsize=8, va="center")
+        for seed, value, marker in zip(SEEDS, last[kind], "os^", strict=True):
+            label = f"seed {seed}" if position == 0 else None
+            right.plot(position, value, marker, color=COLOURS[kind], alpha=0.7, markersize=8, label=label)
     left.set(xlabel="step", ylabel="lm loss", title=f"{len(SEEDS)} seeds each")
     right.set(xticks=range(len(KINDS)), xlim=(-0.3, 2.6), ylabel="lm loss", title=f"mean of the last {LAST} steps")
     right.set_xticklabels([f"optim.moments: {kind}" for kind in KINDS], fontsize=8)
     left.legend()
+    right.legend(loc="upper left")
     figure.savefig(PICTURE, dpi=110)
     for kind in KINDS:
         print(kind, *(f"{value:.4f}" for value in last[kind]), f"mean {last[kind].mean():.4f}")

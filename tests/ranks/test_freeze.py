@@ -54,6 +54,7 @@ def weights(engine: Engine) -> list[Any]:
             tensors={MAIN: param.detach().view(-1)},
             gradient=param.detach().view(-1),
             replica=getattr(param, "replica", None),
+            write=lambda: None,
         )
         for chunk in engine.chunks
         for param in chunk.parameters()

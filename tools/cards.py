@@ -266,9 +266,9 @@ def summary(before: str) -> str:
     tests = sum(line["tests"] for card in cards for line in card["checks"].values())
     dates = sorted({card["date"] for card in cards})
     text = (
-        f"**{count[PASSED]} of {len(cards)} [cards](docs/cards/index.md) passed all {len(CHECKS)} lines**, "
-        f"{count[PARTLY]} are partly tested, {count[FAILED]} failed{': ' if failed else ''}{', '.join(failed)} "
-        f"({tests:,} tests, {dates[-1]})."
+        f"**{count[PASSED]} of {len(cards)} families pass all {len(CHECKS)} checks of their "
+        f"[card](docs/cards/index.md)**: {', '.join(CHECKS)}.  The models are small and random.  {count[PARTLY]} are "
+        f"partly tested, {count[FAILED]} failed{': ' if failed else ''}{', '.join(failed)} ({tests:,} tests, {dates[-1]})."
     )
     return page_text.replaced(before, BEGIN, END, "\n".join(["", *page_text.folded(text), "", ""]))
 

@@ -30,57 +30,77 @@ def rows() -> Iterator[tuple[str, str, str]]:
 
 # Keys that the tables leave out, by our key.
 MORE = """
-attention.backend: attn_implementation
+attention.backend: attn_implementation flash_attention flash_attn model.attention_backend
 checkpoint.async_save: checkpoint.async_save
 checkpoint.keep_best: load_best_model_at_end metric_for_best_model
 checkpoint.keep_last: checkpoint.most_recent_k save_total_limit
+checkpoint.resume: resume_from_checkpoint
+checkpoint.save_every: save_steps
 data.cache_dir: dataset_prepared_path tokenized_path
+data.chat_template: chat_template_path
+data.chat_template_kwargs: enable_thinking
 data.doc_multiple: pad_to_multiple_of
-data.eval: dataset_test_split test_datasets
+data.eval: dataset_test_split eval_dataset test_datasets
 data.num_workers: dataset_num_proc preprocessing_num_workers
 data.pad_to_seq_length: pad_to_sequence_len
 data.seq_length: dataset.offline_packing_specs.packed_sequence_size
 data.shuffle: shuffle_dataset
 data.supervise: roles_to_train
 data.tokenizer: tokenizer.tokenizer_model
-data.train: dataset_dir dataset_text_field dataset_train_split interleave_probs
+data.train: dataset.dataset_root dataset_dir dataset_text_field dataset_train_split interleave_probs
 log.every: logger.log_interval logging_steps
 log.mlflow: logger.mlflow_experiment use_mlflow
 log.wandb: logger.wandb_project wandb_project
+lora.alpha: lora_alpha peft.alpha
 lora.dropout: lora_dropout
+lora.init_from: lora_model_dir
 lora.lr_ratio: loraplus_lr_ratio
+lora.rank: lora_r lora_rank peft.dim
 lora.rslora: peft_use_rslora use_rslora
-loss.impl: chunked_cross_entropy model.cross_entropy_loss_fusion
-model.moe.aux_loss_coef: router_aux_loss_coef
+lora.targets: lora_target lora_target_modules
+loss.impl: chunked_cross_entropy enable_liger_kernel model.cross_entropy_loss_fusion use_liger_kernel
+model.hf: base_model model_name_or_path
+model.moe.aux_loss_coef: model.moe_aux_loss_coeff router_aux_loss_coef
 model.moe.z_loss_coef: model.moe_z_loss_coeff
-none: additional_target dataset.max_train_samples dp_replicate_size eval_packing freeze_vision_tower
-    lora_modules_to_save loss_type max_samples model.moe_grouped_gemm neat_packing neftune_noise_alpha optim_args
-    packing_strategy padding_free per_device_eval_batch_size pissa_init plot_loss push_to_hub quantization_bit
-    scheduler.lr_decay_iters special_tokens streaming torch_compile trust_remote_code use_mca use_swanlab val_size
-    validation.eval_iters
+none: adapter additional_target dataset.enable_offline_packing dataset.max_train_samples deepspeed dp_replicate_size
+    eval_packing finetuning_type freeze_vision_tower fsdp_config gradient_accumulation_steps load_in_4bit
+    lora_modules_to_save loss_type max_samples model.moe_grouped_gemm model.moe_token_dispatcher_type neat_packing
+    neftune_noise_alpha optim_args optimizer packing packing_strategy padding_free peft_use_dora
+    per_device_eval_batch_size pissa_init plot_loss push_to_hub quantization_bit sample_packing
+    scheduler.lr_decay_iters special_tokens stage streaming torch_compile trust_remote_code use_dora use_mca use_peft
+    use_swanlab val_set_size val_size validation.eval_iters
 optim.beta1: adam_beta1
 optim.beta2: adam_beta2 optimizer.adam_beta2
 optim.clip_grad: max_grad_norm optimizer.clip_grad
 optim.epsilon: adam_epsilon
+optim.lr: learning_rate optimizer.lr
 optim.min_lr: cosine_min_lr_ratio optimizer.min_lr
-optim.schedule: lr_scheduler_type
-optim.warmup_fraction: scheduler.lr_warmup_fraction
-optim.warmup_steps: warmup_steps
+optim.offload_fraction: optimizer.optimizer_cpu_offload
+optim.schedule: lr_scheduler lr_scheduler_type scheduler.lr_decay_style
+optim.warmup_fraction: scheduler.lr_warmup_fraction warmup_ratio
+optim.warmup_steps: scheduler.lr_warmup_iters warmup_steps
 optim.weight_decay: weight_decay
 parallel.cp: sequence_parallel_degree
 parallel.cp_a2a: model.hierarchical_context_parallel_sizes
-parallel.cp_comm: heads_k_stride
+parallel.cp_comm: heads_k_stride model.cp_comm_type
+parallel.distributed_optimizer: ddp.use_distributed_optimizer
+parallel.ep: model.expert_model_parallel_size
 parallel.etp: model.expert_tensor_parallel_size
 parallel.overlap: ddp.overlap_grad_reduce
+parallel.pp: model.pipeline_model_parallel_size
+parallel.tp: tensor_parallel_size
 parallel.virtual_stages: model.virtual_pipeline_model_parallel_size
 run.deterministic: full_determinism
+run.dir: output_dir
 run.exit_after_minutes: train.exit_duration_in_mins
 run.fp8: fp8
-run.precision: dtype
+run.precision: bf16 dtype mixed_precision
 run.seed: rng.seed seed
 run.timeout_s: ddp_timeout dist.distributed_timeout_minutes
-train.eval_every: eval_strategy
+train.eval_every: eval_steps eval_strategy validation.eval_interval
+train.num_epochs: num_epochs num_train_epochs
 train.num_steps: max_steps
+train.offload_fraction: activation_offloading
 train.recompute: disable_gradient_checkpointing model.recompute_method model.recompute_modules
 """
 

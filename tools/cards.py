@@ -266,7 +266,8 @@ def summary(before: str) -> str:
     text = (
         f"**{count[PASSED]} of {len(cards)} families pass all {len(CHECKS)} checks of their "
         f"[card](docs/cards/index.md)**: {', '.join(CHECKS)}.  The models are small and random.  {count[PARTLY]} are "
-        f"partly tested, {count[FAILED]} failed{': ' if failed else ''}{', '.join(failed)} ({tests:,} tests, {dates[-1]})."
+        f"partly tested, {count[FAILED]} failed{': ' if failed else ''}{', '.join(failed)} "
+        f"({tests:,} tests, {dates[-1]})."
     )
     return page_text.replaced(before, BEGIN, END, "\n".join(["", *page_text.folded(text), "", ""]))
 

@@ -68,7 +68,7 @@ def test_a_failed_test_turns_exactly_its_card_red(folder: Path, outcome: str) ->
     assert verdicts == partly | {"llama": "passed", "mistral3/ministral3": "FAILED"}
     assert "\n- layouts: 2 tests: **cp FAILED**, pp\n" in cards.page("mistral3/ministral3", "")
     marks = cards.BEGIN + cards.END
-    assert "| [mistral3/ministral3](mistral3-ministral3.md) | **FAILED**: layouts | 2 |" in cards.index(marks)
+    assert "| [mistral3/ministral3](mistral3-ministral3.md) | **FAILED**: layouts |" in cards.index(marks)
     told = " ".join(cards.summary(marks).split())
     assert f"**1 of {len(FAMILIES)} families pass all 9 checks of their [card](docs/cards/index.md)**" in told
     assert "1 failed: mistral3/ministral3" in told

@@ -238,8 +238,9 @@ class PortableBytes(SoftmaxBytes):
 
         If the group's output and its gradient are views, a flash kernel has copies of them.  The plain kernel holds
         three tiles of scores for the heads of a group: the weights, their gradient, and the weights of the previous
-        tile.  In bf16 on CUDA, it also holds one tile in bf16, as a factor of a product.  A call for a class of lengths
-        has copies of its queries, outputs and their gradients, and its results in addition to those of all classes.
+        tile; with a soft cap, also the slopes of this tile and the previous one.  In bf16 on CUDA, it also holds one
+        tile in bf16, as a factor of a product.  A call for a class of lengths has copies of its queries, outputs and
+        their gradients, and its results in addition to those of all classes.
 
         num_keys: keys on the rank, for which gradients are computed
         parents: bytes of the calls to parents.  They run after the causal calls, whose working memory is then free
@@ -257,7 +258,8 @@ class PortableBytes(SoftmaxBytes):
         )
         keys = self._has_classes * width * self.pairs * num_keys  # copies of a class's keys and values
         is_large = self.rank.is_fused and width < FP32
-        of_head = (3 * FP32 + width) * LARGE_SCORE_TILE if is_large else 3 * FP32 * SCORE_TILE
+        fp32 = FP32 * (3 if self.model.attention_softcap is None else 5)
+        of_head = (fp32 + width) * LARGE_SCORE_TILE if is_large else fp32 * SCORE_TILE
         tiles = 0.0 if kernel.is_flash else heads * of_head
         own = tokens * (self.rotated + group * self.queries / groups) + max(sums + keys, parents)
         return own + self._gradients(num_keys) + tiles

@@ -263,7 +263,7 @@ def _scores(rows: Tensor, keys: Tensor, tile: _Tile, block: Keys, scale: float) 
     scores, slope, softcap = scores.view(*rows.shape[:-1], keys.shape[0]), None, tile.limits.softcap
     if softcap is not None:
         scores = scores.div_(softcap).tanh_()
-        slope = 1 - scores.square()
+        slope = scores.square().neg_().add_(1)  # no second tile for a moment
         scores = scores.mul_(softcap)
     hidden = tile.hidden(block, rows.device)
     return (scores if hidden is None else scores.masked_fill_(hidden, -math.inf)), slope

@@ -1,6 +1,7 @@
 """Makes the cards of docs/cards: what tests showed about each family of models, and what is predicted for its recipes.
 
-python -m tools.cards RESULTS.xml ...    writes the cards from results of pytest (--junit-xml); `make cards` does both
+python -m tools.cards RESULTS.xml ...        writes cards from results of pytest (--junit-xml); `make cards` does both
+python -m tools.cards --add RESULTS.xml ...  writes only the lines of which there are results
 
 A card's JSON has the results of the tests of one commit.  `python -m tools.pages` adds the recipes of today to it, and
 makes its page, the table of all cards, and the table of the README.
@@ -43,6 +44,7 @@ CHECKS: Mapping[str, str] = {
     "export": "transformers computes the trained losses with an export",
     "LoRA": "adapters of Linears have the gradients of merged weights, relative to their norm",
     "probes": "`sft probe leak` and `parity` find no problem",
+    "memory": "counted bytes of a step are those predicted, relative",
 }
 PASSED, FAILED, PARTLY = "passed", "FAILED", "partly tested"
 _PACKAGES = ("torch", "transformers", "megatron-core", "peft")
@@ -109,9 +111,23 @@ def write(checks: Mapping[str, Mapping[str, Card]], about: Mapping[str, Any]) ->
     """Writes the JSON of every family.  about: date, commit and versions of the tests"""
     FOLDER.mkdir(exist_ok=True)
     for family in FAMILIES:
-        card = {"family": family, "verdict": verdict(checks.get(family, {})), **about, "checks": checks.get(family, {})}
-        path = FOLDER / f"{file_of(family)}.json"
-        path.write_text(with_recipes(family, json.dumps(card)), encoding="utf-8")
+        _write_one({"family": family, "verdict": PARTLY, **about, "checks": checks.get(family, {})})
+
+
+def add(checks: Mapping[str, Mapping[str, Card]], commit: str) -> None:
+    """Replaces lines of cards by these results, which have a commit of their own."""
+    for family, lines in checks.items():
+        card = load(family)
+        card["checks"] |= {name: line | {"commit": commit} for name, line in lines.items()}
+        _write_one(card)
+
+
+def _write_one(card: Card) -> None:
+    """The verdict follows from the lines; lines are in the order of CHECKS."""
+    lines = {name: card["checks"][name] for name in CHECKS if name in card["checks"]}
+    text = json.dumps(card | {"verdict": verdict(lines), "checks": lines})
+    path = FOLDER / f"{file_of(card['family'])}.json"
+    path.write_text(with_recipes(card["family"], text), encoding="utf-8")
 
 
 def verdict(checks: Mapping[str, Card]) -> str:
@@ -209,6 +225,7 @@ def _row(name: str, line: Card | None) -> str:
     layouts = [*failed, *passed[:_SHOWN], *[f"{len(passed) - _SHOWN} more"] * (len(passed) > _SHOWN)]
     worst = f"worst {line['worst']:.1e} of {line['bar']:.1e}; " if "worst" in line else ""
     tests = f"{line['tests']} test{'s' * (line['tests'] != 1)}"
+    tests += f" on commit {line['commit']}" if "commit" in line else ""
     return f"- {name}: {worst}{tests}{': ' if layouts else ''}{', '.join(layouts)}"
 
 
@@ -283,10 +300,15 @@ def about(commit: str | None) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="+", type=Path, metavar="RESULTS.xml")
+    parser.add_argument("--add", action="store_true", help="leave the other lines of cards as they are")
     parser.add_argument("--commit", help="on which the tests ran (default: the current one)")
     arguments = parser.parse_args(argv)
     of_family = results(arguments.results)
-    write(of_family, about(arguments.commit))
+    now = about(arguments.commit)
+    if arguments.add:
+        add(of_family, now["commit"])
+    else:
+        write(of_family, now)
     for family, checks in of_family.items():
         if verdict(checks) == FAILED:
             names = ", ".join(name for name, line in checks.items() if line["failed"])

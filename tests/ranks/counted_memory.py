@@ -94,7 +94,7 @@ ROWS: dict[str, tuple[list[str], int]] = {
 
 def counted(overrides: Sequence[str]) -> tuple[Peak, Memory]:
     """The peak of this rank in the second step, and the prediction."""
-    recipe = [*SMALL, "train.global_batch_size=1", "loss.chunk_size=256", *overrides]
+    recipe = ["train.global_batch_size=1", "loss.chunk_size=256", *overrides]
     with scenarios.running(recipe, VOCAB) as engine:
         length = engine.config.data.seq_length
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus([length] * 16, VOCAB))
@@ -109,6 +109,11 @@ def counted(overrides: Sequence[str]) -> tuple[Peak, Memory]:
 
 def measure(pool: RankPool, name: str) -> Comparison:
     overrides, ranks = ROWS[name]
+    return compare(pool, name, [*SMALL, *overrides], ranks)
+
+
+def compare(pool: RankPool, name: str, overrides: Sequence[str], ranks: int = 1) -> Comparison:
+    """name: of the comparison; overrides: all that differs from scenarios.RECIPE"""
     found = max(pool.run(counted, overrides), key=lambda pair: pair[0].total)
     return Comparison.of(name, ranks, *found)
 

@@ -70,7 +70,7 @@ def test_a_failed_test_turns_exactly_its_card_red(folder: Path, outcome: str) ->
     marks = cards.BEGIN + cards.END
     assert "| [mistral3/ministral3](mistral3-ministral3.md) | **FAILED**: layouts |" in cards.index(marks)
     told = " ".join(cards.summary(marks).split())
-    assert f"**1 of {len(FAMILIES)} families pass all 9 checks of their [card](docs/cards/index.md)**" in told
+    assert f"**1 of {len(FAMILIES)} families pass all 10 checks of their [card](docs/cards/index.md)**" in told
     assert "1 failed: mistral3/ministral3" in told
 
 
@@ -82,6 +82,19 @@ def test_a_later_file_replaces_results_of_the_same_test(folder: Path) -> None:
     ]
     assert cards.verdict(cards.results(files)["llama"]) == "partly tested"
     assert cards.verdict(cards.results(files[::-1])["llama"]) == "FAILED"
+
+
+def test_added_results_replace_their_lines_only(folder: Path) -> None:
+    """The other lines keep date and commit of the card."""
+    cards.write(cards.results([results(folder, *ALL)]), ABOUT)
+    new = [case("llama", "memory", worst="0.012", bar="0.1"), case("llama", "LoRA", "cp", "failure")]
+    cards.add(cards.results([results(folder, *new)]), "abcd0123")
+    card = cards.load("llama")
+    assert card["verdict"] == "FAILED" and card["commit"] == ABOUT["commit"] and [*card["checks"]] == [*cards.CHECKS]
+    page = cards.page("llama", "")
+    assert "\n- LoRA: 1 test on commit abcd0123: **cp FAILED**\n" in page and "\n- probes: 1 test: one\n" in page
+    assert "\n- memory: worst 1.2e-02 of 1.0e-01; 1 test on commit abcd0123: one\n" in page
+    assert cards.load("qwen2")["verdict"] == "partly tested"
 
 
 def test_results_without_a_test_of_a_card_are_refused(folder: Path) -> None:

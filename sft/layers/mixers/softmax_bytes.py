@@ -238,9 +238,9 @@ class PortableBytes(SoftmaxBytes):
 
         If the group's output and its gradient are views, a flash kernel has copies of them.  The plain kernel holds
         three tiles of scores for the heads of a group: the weights, their gradient, and the weights of the previous
-        tile; with a soft cap, also the slopes of this tile and the previous one.  In bf16 on CUDA, it also holds one
-        tile in bf16, as a factor of a product.  A call for a class of lengths has copies of its queries, outputs and
-        their gradients, and its results in addition to those of all classes.
+        tile; with a soft cap, also the cap's derivatives for this tile and the previous one.  In bf16 on CUDA, it also
+        holds one tile in bf16, as a factor of a product.  A call for a class of lengths has copies of its queries,
+        outputs and their gradients, and its results in addition to those of all classes.
 
         num_keys: keys on the rank, for which gradients are computed
         parents: bytes of the calls to parents.  They run after the causal calls, whose working memory is then free

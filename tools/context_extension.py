@@ -1,11 +1,11 @@
 """Draws docs/pictures/extension.png: right answers by length and depth, before and after a context is extended.
 
-    python -m tools.context_extension --runs build/extension    trains twice (minutes on idle cores), scores, and draws
+    python -m tools.context_extension --runs build/extension    trains three times (minutes), scores, and draws
 
-A GPT of 0.1M parameters learns to find a number in texts of at most 512 tokens.  It is then trained for 60 steps on
-texts of up to 4,096 tokens, with YaRN.  Both recipes stand below; `sft train` and `sft eval --long` do the work.  What
-is done in the folder is not repeated.  Training and held-out questions have other texts, because their streams of
-random numbers have other names.  Needs matplotlib.
+A GPT of 0.1M parameters learns to find a number in texts of at most 512 tokens, and then of at most 2,048.  It is then
+trained for 60 steps on texts of up to 8,192 tokens, with YaRN.  The recipes stand below; `sft train` and `sft eval
+--long` do the work.  What is done in the folder is not repeated.  Training and held-out questions have other texts,
+because their streams of random numbers have other names.  Needs matplotlib.
 """
 
 import argparse
@@ -38,53 +38,70 @@ class Run(NamedTuple):
         return f"{self.name}/checkpoints/iter_{step or self.last:07}"
 
 
-BASE = Run(
-    "base",
-    600,
-    """\
-run: {dir: base, device: cpu, precision: fp32}
+MODEL = """\
 model:
   {num_layers: 2, hidden_size: 64, ffn_hidden_size: 128, num_attention_heads: 2, init_std: 0.1, tie_embeddings: true,
-   sliding_window: 8, sliding_window_layers: [1], init_from: random}
+   sliding_window: 8, sliding_window_layers: [1], """
+SHORT = Run(
+    "short",
+    600,
+    f"""\
+run: {{dir: short, device: cpu, precision: fp32}}
+{MODEL}init_from: random}}
 data:
   train: short.jsonl
   tokenizer: tokenizer
   cache_dir: cache
   seq_length: 512
-  long: {tasks: [needle], lengths: [0.25, 0.5, 1, 2, 4, 8], questions: 8}
-train: {num_steps: 600, global_batch_size: 16}
-optim: {lr: 2e-3, schedule: constant, warmup_steps: 20, weight_decay: 0.1}
-checkpoint: {save_every: 150, keep_last: 4}
+  long: {{tasks: [needle], lengths: [0.5, 1, 2, 4, 8, 16], questions: 8}}
+train: {{num_steps: 600, global_batch_size: 16}}
+optim: {{lr: 2e-3, schedule: constant, warmup_steps: 20, weight_decay: 0.1}}
+checkpoint: {{save_every: 150, keep_last: 4}}
+""",
+)
+BASE = Run(
+    "base",
+    120,
+    f"""\
+run: {{dir: base, device: cpu, precision: fp32}}
+{MODEL}init_from: {SHORT.weights()}}}
+data:
+  train: base.jsonl
+  tokenizer: tokenizer
+  cache_dir: cache
+  seq_length: 2048
+  long: {{tasks: [needle], lengths: [0.125, 0.25, 0.5, 1, 2, 4], questions: 8}}
+train: {{num_steps: 120, global_batch_size: 4}}
+optim: {{lr: 1e-3, schedule: constant, warmup_steps: 5, weight_decay: 0.1}}
+checkpoint: {{save_every: 60}}
 """,
 )
 YARN = Run(
     "yarn",
     60,
-    """\
-run: {dir: yarn, device: cpu, precision: fp32}
-model:
-  {num_layers: 2, hidden_size: 64, ffn_hidden_size: 128, num_attention_heads: 2, init_std: 0.1, tie_embeddings: true,
-   sliding_window: 8, sliding_window_layers: [1], init_from: base/checkpoints/iter_0000600,
-   rope: {scaling: yarn, factor: 8, original_max_position: 512}}
+    f"""\
+run: {{dir: yarn, device: cpu, precision: fp32}}
+{MODEL}init_from: {BASE.weights()},
+   rope: {{scaling: yarn, factor: 4, original_max_position: 2048}}}}
 data:
-  train: long.jsonl
+  train: yarn.jsonl
   tokenizer: tokenizer
   cache_dir: cache
-  seq_length: 4096
-  long: {tasks: [needle], lengths: [0.03125, 0.0625, 0.125, 0.25, 0.5, 1], questions: 8}
-train: {num_steps: 60, global_batch_size: 2}
-optim: {lr: 1e-3, schedule: cosine, warmup_steps: 5, weight_decay: 0.1}
-checkpoint: {save_every: 30}
+  seq_length: 8192
+  long: {{tasks: [needle], lengths: [0.03125, 0.0625, 0.125, 0.25, 0.5, 1], questions: 8}}
+train: {{num_steps: 60, global_batch_size: 2}}
+optim: {{lr: 1e-3, schedule: cosine, warmup_steps: 5, weight_decay: 0.1}}
+checkpoint: {{save_every: 30}}
 """,
 )
 # `sft eval` of weights that were trained with other positions.
 OTHER_ROPE = "checkpoint.allow_changes=[model.rope.scaling, model.rope.factor, model.rope.original_max_position]"
 # Title of a panel -> run with the recipe, weights, further settings.
 PANELS: dict[str, tuple[Run, str, list[str]]] = {
-    "512 tokens, step 150": (BASE, BASE.weights(150), []),
-    "512 tokens, step 600": (BASE, BASE.weights(), []),
+    "512 tokens, step 150": (SHORT, SHORT.weights(150), []),
+    "trained to 2,048 tokens": (BASE, BASE.weights(), []),
     "the same weights with YaRN": (YARN, BASE.weights(), [OTHER_ROPE]),
-    "and 60 steps at 4,096": (YARN, YARN.weights(), []),
+    "and 60 steps at 8,192": (YARN, YARN.weights(), []),
 }
 
 
@@ -105,18 +122,31 @@ def questions(
         yield {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": asked.answer}]}
 
 
-def short(rng: random.Random) -> int:
+def passages_of_short(rng: random.Random) -> int:
     """Up to 512 tokens: a third without other sentences, and few long texts."""
     return 0 if rng.random() < 0.35 else int(rng.random() ** 2 * 24)
 
 
-def long(rng: random.Random) -> int:
-    """Up to 4,096 tokens."""
-    return int(rng.random() * 215)
+def passages_of_base(rng: random.Random) -> int:
+    """Up to 2,048 tokens."""
+    return int(rng.random() * 112)
 
 
-def make_data(folder: Path, num_short: int = 24_000, num_long: int = 600) -> None:
-    """Write a tokenizer of VOCABULARY tokens, whose digits are single tokens, training data and both recipes."""
+def passages_of_yarn(rng: random.Random) -> int:
+    """Up to 8,192 tokens."""
+    return int(rng.random() * 465)
+
+
+# Run -> number of its texts, and of the sentences around the evidence.
+DATA: dict[Run, tuple[int, Callable[[random.Random], int]]] = {
+    SHORT: (24_000, passages_of_short),
+    BASE: (1_200, passages_of_base),
+    YARN: (360, passages_of_yarn),
+}
+
+
+def make_data(folder: Path, share: float = 1.0) -> None:
+    """Write a tokenizer of VOCABULARY tokens, whose digits are single tokens, training data and the recipes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -133,10 +163,9 @@ def make_data(folder: Path, num_short: int = 24_000, num_long: int = 600) -> Non
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder / "tokenizer")
-    for name, count, passages, seed in (("short", num_short, short, 1), ("long", num_long, long, 2)):
-        lines = (json.dumps(row) + "\n" for row in questions(count, passages, seed))
-        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-    for run in (BASE, YARN):
+    for seed, (run, (count, passages)) in enumerate(DATA.items(), start=1):
+        lines = (json.dumps(row) + "\n" for row in questions(int(count * share), passages, seed))
+        (folder / f"{run.name}.jsonl").write_text("".join(lines), encoding="utf-8")
         (folder / f"{run.name}.yaml").write_text(run.recipe, encoding="utf-8")
 
 
@@ -151,7 +180,7 @@ def scores(folder: Path) -> dict[str, LongScores]:
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / f"{YARN.name}.yaml").exists():
         make_data(folder)
-    for run in (BASE, YARN):
+    for run in DATA:
         if not (folder / run.weights()).exists():
             sft(folder, "data", "prepare", f"{run.name}.yaml")
             sft(folder, "train", f"{run.name}.yaml")

@@ -23,9 +23,13 @@ from sft.metrics.long import read_scores
 from sft.recipe.load import load_recipe
 from sft.recipe.long import suite_settings
 from sft.recipe.tokenizer import tokenizer_of
-from tools.context_extension import BASE, VOCABULARY, sft
+from tools.context_extension import SHORT, VOCABULARY, sft
 
-ASKED = ["data.long.tasks=[needle, keys]", "data.long.questions=10"]  # 2 tasks, 6 lengths, 5 depths
+ASKED = [  # 2 tasks, 6 lengths, 5 depths
+    "data.long.tasks=[needle, keys]",
+    "data.long.lengths=[0.25, 0.5, 1, 2, 4, 8]",
+    "data.long.questions=10",
+]
 MORE = 8  # tokens that may be generated beyond the number of the answer's tokens
 # Kinds of results, in the order of the table.
 RIGHT, WRONG, GOES_ON, SAME_TEXT, DIFFERS = (
@@ -125,12 +129,12 @@ def export(folder: Path, weights: str) -> Path:
 
 def compared(folder: Path) -> tuple[list[Answer], list[tuple[str, int]]]:
     """The answers to the questions of ASKED, and their tasks and lengths."""
-    weights, scores = BASE.weights(), folder / "greedy.json"
+    weights, scores = SHORT.weights(), folder / "greedy.json"
     exported = export(folder, weights)
     if not scores.exists():
-        sft(folder, "eval", f"{BASE.name}.yaml", *ASKED, "--long", "--from", weights, "--json", scores.name)
+        sft(folder, "eval", f"{SHORT.name}.yaml", *ASKED, "--long", "--from", weights, "--json", scores.name)
     with chdir(folder):
-        recipe = load_recipe(f"{BASE.name}.yaml", ASKED)
+        recipe = load_recipe(f"{SHORT.name}.yaml", ASKED)
         suites = open_suites(suite_settings(recipe), tokenizer_of(recipe.config), Path(recipe.config.cache_dir))
     model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(exported)

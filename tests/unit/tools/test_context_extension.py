@@ -13,21 +13,22 @@ from tools import context_extension
 
 
 def test_training_data_ask_for_a_number_of_their_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    context_extension.make_data(tmp_path, num_short=40, num_long=5)
+    context_extension.make_data(tmp_path, share=0.02)
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     assert len(tokenizer) == context_extension.VOCABULARY
-    for name, most in (("short", 512), ("long", 4096)):
+    for name, most in (("short", 512), ("base", 2048), ("yarn", 8192)):
         for line in (tmp_path / f"{name}.jsonl").read_text().splitlines():
             user, assistant = json.loads(line)["messages"]
             assert user["content"].count(assistant["content"]) == 1
             assert len(tokenizer.encode(assistant["content"])) == 6  # each digit is a token
             assert len(tokenizer.apply_chat_template([user, assistant], tokenize=True)["input_ids"]) <= most
     monkeypatch.chdir(tmp_path)
-    (tmp_path / context_extension.BASE.weights()).mkdir(parents=True)
-    asked = [suite_settings(load_recipe(f"{name}.yaml")) for name in ("base", "yarn")]
-    assert asked[0] == asked[1] and asked[0].lengths == (128, 256, 512, 1024, 2048, 4096)
+    for run in (context_extension.SHORT, context_extension.BASE):
+        (tmp_path / run.weights()).mkdir(parents=True)
+    asked = [suite_settings(load_recipe(f"{name}.yaml")) for name in ("short", "base", "yarn")]
+    assert asked[0] == asked[1] == asked[2] and asked[0].lengths == (256, 512, 1024, 2048, 4096, 8192)
 
 
 def test_the_picture(tmp_path: Path) -> None:

@@ -218,5 +218,5 @@ class _guarded:
             reason = str(error).strip().splitlines()
             raise DataError(
                 f"data.teacher.files: {self._path} cannot be read as parquet: "
-                f"{reason[0] if reason else type(error).__name__}.  Score the data again."
+                f"{reason[0].rstrip('.') if reason else type(error).__name__}.  Score the data again."
             ) from error

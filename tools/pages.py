@@ -45,7 +45,7 @@ DRAWN_BY_HAND: Mapping[str, str] = {
     "delta-rule.svg": "`plot_delta_rule` of commit 86519c67",
     "dynamic-cp.png": "`plot_dynamic_cp` of commit 6f3cfd08",
     "layouts.svg": "python -m tools.plot_layouts",
-    "distil.png": "sft plot",
+    "distil.png": "python -m tools.plot_students",
     "extension.png": "python -m tools.context_extension",
     "inspect.png": "sft data inspect",
     "moments.png": "python -m tools.plot_moments",

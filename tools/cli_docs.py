@@ -21,7 +21,8 @@ from the parsers of the commands.
 
 A shell completes commands, options, keys and values: `pip install argcomplete`, then
 `eval "$(register-python-argcomplete sft)"` in ~/.bashrc, the same with `--shell zsh` in ~/.zshrc, or
-`register-python-argcomplete --shell fish sft | source` in fish's configuration.
+`register-python-argcomplete --shell fish sft | source` in fish's configuration. The tests have bash; zsh 5.9 was tried
+by hand (commands, keys and values), fish was not.
 
 """
 # The meaning of exit codes for all commands; EXIT_CODES has the further meanings for some commands.

@@ -140,10 +140,12 @@ def _folder(source: str | Path, temporary: Path) -> Path:
 
     from sft.api.models import export
 
-    exported = export(path, temporary / "model", verify="size").folder
+    exported = temporary / "model"
+    export(path, exported, verify="size")
     if not (exported / _PEFT).is_file():
         return exported
-    return export(path, temporary / "merged", verify="size", merged=True).folder
+    export(path, temporary / "merged", verify="size", merged=True)
+    return temporary / "merged"
 
 
 def _open(folder: Path, device: str) -> tuple[Any, Any]:

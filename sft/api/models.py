@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 class Exported:
     """A folder that transformers, PEFT and inference servers load.
 
-    folder      the new folder
+    folder      the new folder, or its URL
     checkpoint  the checkpoint that was converted
     num_bytes   bytes of all files of the folder
     """
 
-    folder: Path
+    folder: Path | str
     checkpoint: Path
     num_bytes: int
 
@@ -35,7 +35,8 @@ def export(
     merged: bool | None = None,
     quiet: bool = False,
 ) -> Exported:
-    """Convert a checkpoint to the new Hugging Face folder `target`, in one process without a GPU.
+    """Convert a checkpoint to the new Hugging Face folder `target`, or to s3://BUCKET/PATH, in one process without a
+    GPU.
 
     source: a checkpoint; or a run or a folder of checkpoints, whose newest checkpoint is converted
     hf: folder or hub name of the original model, for a checkpoint that does not name it
@@ -48,20 +49,17 @@ def export(
     Raises ConfigError or CheckpointError if there is no checkpoint, if it is damaged or of another model, if the target
     exists, or if the disk has too little room.  Then nothing was written.
     """
+    from sft.files.object_store import is_url
     from sft.hf.hub_weights import model_folder
     from sft.weights.export.export_hf import export_hf
+    from sft.weights.export.remote_export import export_to_store
 
     like = None if hf is None else model_folder(str(hf))
+    console, options = Console(0, is_quiet=quiet), dict(like=like, dtype=dtype, format=format, merged=merged)
+    if is_url(str(target)):
+        checkpoint, num_bytes = export_to_store(Path(source), str(target), console, verify=verify, **options)
+        return Exported(folder=str(target), checkpoint=checkpoint, num_bytes=num_bytes)
     folder = Path(target)
-    checkpoint = export_hf(
-        Path(source),
-        folder,
-        Console(0, is_quiet=quiet),
-        like=like,
-        verify=verify,
-        dtype=dtype,
-        format=format,
-        merged=merged,
-    )
+    checkpoint = export_hf(Path(source), folder, console, verify=verify, **options)
     num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     return Exported(folder=folder, checkpoint=checkpoint, num_bytes=num_bytes)

@@ -19,7 +19,7 @@ from sft.checkpoint import folders, manifest
 from sft.config import CheckpointConfig
 from sft.errors import CheckpointError
 from sft.files.file_digest import Entry
-from sft.files.object_store import DamagedError, ObjectStore, in_parallel
+from sft.files.object_store import DamagedError, ObjectStore
 
 GIVEN_UP = "manifest.given-up.json"
 _COMPLETE = re.compile(rf"(iter_\d{{7,}})/{re.escape(manifest.NAME)}")
@@ -96,14 +96,7 @@ class RemoteFolder:
 
         arrived: the result of `begin`
         """
-        missing = [
-            name
-            for name, entry in entries.items()
-            if arrived.get(name) != entry.num_bytes or self._store.sha256(self._name(step, name)) != entry.sha256
-        ]
-        upload = self._store.upload
-        in_parallel(lambda name: upload(folder / name, self._name(step, name), entries[name].sha256), missing)
-        return sum(entries[name].num_bytes for name in missing)
+        return self._store.send(folder, entries, arrived, f"{folders.name_of(step)}/")
 
     def publish(self, step: int, folder: Path, *, give_up_after: int | None) -> None:
         """Write the manifest, then the pointer.

@@ -8,6 +8,7 @@ from typing import Any
 from sft.commands.arguments import add_quiet
 from sft.commands.output import show_next
 from sft.console import Console
+from sft.files.object_store import is_url
 
 FORMATS = ("as_source", "bf16", "fp8_block", "mxfp4", "nvfp4", "int4")  # values of checkpoint.export_format
 
@@ -24,7 +25,7 @@ def add(commands: Any) -> None:
     to_hf = commands.add_parser("export", help="convert a checkpoint to a Hugging Face folder that can be served")
     about = "checkpoint; or a run or a folder of checkpoints, whose newest checkpoint is converted"
     to_hf.add_argument("source", metavar="SRC", type=Path, help=about)
-    to_hf.add_argument("target", metavar="DST", type=Path, help="Hugging Face folder to create")
+    to_hf.add_argument("target", metavar="DST", help="Hugging Face folder to create, or s3://BUCKET/PATH")
     about = "folder or hub name of the original model, for a checkpoint that does not name it"
     to_hf.add_argument("--hf", metavar="FOLDER", help=about)
     about = "compare the SHA-256 (full, the default) or only the sizes of the checkpoint's files with its manifest"
@@ -70,5 +71,5 @@ def export_model(arguments: Namespace) -> None:
         merged=arguments.merged,
         quiet=arguments.quiet,
     )
-    if arguments.end_with is None and not arguments.quiet:
-        show_next(f"sft generate {shlex.quote(str(arguments.target))} --prompt TEXT")
+    if arguments.end_with is None and not arguments.quiet and not is_url(arguments.target):
+        show_next(f"sft generate {shlex.quote(arguments.target)} --prompt TEXT")

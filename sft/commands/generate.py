@@ -5,8 +5,9 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sft.commands.output import show
+from sft.commands.output import progress, show
 from sft.errors import ConfigError
+from sft.files.object_store import is_url
 
 if TYPE_CHECKING:
     from sft.api.generation import Prompt
@@ -95,13 +96,16 @@ def _held_out(source: Path, number: int) -> "list[Prompt]":
             f"{source} is no run and no checkpoint of a run, so there are no held-out rows.  Give --prompt TEXT."
         )
 
+    from sft.data.read.remote_files import stage
     from sft.recipe.load import load_recipe
 
-    sets = load_recipe(str(recipe)).config.data.eval_sets
-    paths = [Path(file) for files in sets.values() for file in files if isinstance(file, str | Path)]
+    config = load_recipe(str(recipe)).config
+    paths = [file for files in config.data.eval_sets.values() for file in files if isinstance(file, str)]
     if not paths:
         raise ConfigError(f"{recipe} names no held-out file (data.eval).  Give --prompt TEXT or --prompts FILE.")
     prompts: list[Prompt] = []
     for path in paths:
-        prompts += read_prompts(path, number - len(prompts)) if len(prompts) < number else []
+        if len(prompts) < number:
+            file = stage(path, Path(config.cache_dir), progress()) if is_url(path) else Path(path)
+            prompts += read_prompts(file, number - len(prompts))
     return prompts

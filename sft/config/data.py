@@ -10,6 +10,7 @@ from pydantic import Field, StringConstraints, field_validator
 from sft.config.long import LongConfig
 from sft.config.section import UNREPORTED, Name, Path, Positive, Section, Word
 from sft.config.teacher import TeacherConfig
+from sft.files import object_store
 
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 _OURS = {"messages", "tools", "documents", "add_generation_prompt"}  # variables that every template gets
@@ -136,6 +137,9 @@ class DataConfig(Section):
     """Number of processes that tokenise, without influence on the result; auto: one per core, at most 32."""
     cache_dir: Path | None = Field(None, json_schema_extra=UNREPORTED)
     """Folder of tokenised data; null: run.dir/cache."""
+    cache_remote: Path | None = Field(None, json_schema_extra=UNREPORTED)
+    """Place in an object store to which tokenised data are copied, and from which cache_dir gets those that it lacks:
+    s3://BUCKET/PATH."""
     teacher: TeacherConfig = TeacherConfig()
     """Distributions of a teacher for supervised tokens, beside their labels (docs/how-to/score.md)."""
     plan: Path | None = None
@@ -184,6 +188,8 @@ class DataConfig(Section):
         return [rows] if isinstance(rows, str) else list(rows)
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
+        if self.cache_remote is not None and (reason := object_store.refusal(self.cache_remote)):
+            yield "cache_remote", reason
         try:
             date.fromisoformat(self.date)
         except ValueError:

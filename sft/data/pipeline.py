@@ -3,6 +3,8 @@
 With dynamic CP, checks before each step that all ranks have planned the same packs.
 """
 
+import os
+import socket
 from dataclasses import InitVar, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -13,14 +15,14 @@ import torch.distributed as dist
 from sft.batch import Microbatch
 from sft.config import Config, Input
 from sft.console import Console
-from sft.data.cache.corpus import find_prepared, map_prepared
+from sft.data.cache.corpus import Corpus, fetch_prepared, find_prepared, map_prepared
 from sft.data.cache.vocabulary import check_ids
 from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.loader import Loader, make_loader
 from sft.data.packing.cp_grid import Grid
 from sft.data.packing.plan_files import follows_from
 from sft.errors import DataError
-from sft.parallel.collectives import all_gather_objects, all_reduce_max, broadcast_from_rank0
+from sft.parallel.collectives import all_gather_objects, all_reduce_max, broadcast_from_rank0, on_every_rank
 from sft.parallel.layout import Layout, surplus_note, vocab_rows
 from sft.parallel.position import Position
 
@@ -87,12 +89,28 @@ class HeldOutData:
     def _loader(
         self, inputs: list[Input], tokenizer: ChatTokenizer, names: list[str] | None = None, is_held_out: bool = False
     ) -> Loader:
-        """The loader of some files.  Rank 0 reads the files once and finds their stores; every rank maps the stores."""
-        data, cache_dir = self.config.data, Path(self.config.cache_dir)
+        """The loader of some files.  Rank 0 reads the files once and finds their stores; every rank maps the stores.
+
+        A node with its own disk first fetches the stores from data.cache_remote.
+        """
+        data, cache_dir, control = self.config.data, Path(self.config.cache_dir), self.position.control
+        command, console = self._command, self.console
         prepared = broadcast_from_rank0(
-            lambda: find_prepared(inputs, data, tokenizer, cache_dir, command=self._command), self.position.control
+            lambda: find_prepared(inputs, data, tokenizer, cache_dir, command=command, console=console), control
         )
-        corpus = map_prepared(prepared, data, names, command=self._command)
+
+        def open_stores() -> Corpus:
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                fetch_prepared(prepared, data, console)
+            try:
+                return map_prepared(prepared, data, names, command=command)
+            except DataError as error:  # rank 0 has opened these stores
+                raise DataError(
+                    f"on rank {self.position.rank} ({socket.gethostname()}): {error}  Rank 0 has them.  If this node "
+                    "has its own disk, set data.cache_remote, from which it then fetches them."
+                ) from error
+
+        corpus = on_every_rank(open_stores, control)
         if tokenizer.vocab_size > self.vocab_size or data.teacher.k is not None:
             broadcast_from_rank0(lambda: check_ids(self.config, corpus, tokenizer), self.position.control)
         self.console.say(corpus.summary())

@@ -10,13 +10,13 @@ Only s3:// is accepted: the tests have a server for it, and for no other store.
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from sft.errors import ConfigError, StorageError
 from sft.files.file_digest import Entry, entry_of
@@ -30,9 +30,7 @@ _ATTEMPTS = 4  # of one part of a download, whose answer may break off after its
 _RETRY_S = 120.0
 _DIGEST = "sha256"  # the name of the attribute that holds an object's digest
 _INSTALL = "pip install 'sft-megatron[s3]'"
-
 _NO_CREDENTIALS = "there are no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give a role"
-
 # Texts in the answers of a store -> what the user must know.  The first that occurs counts.
 _REASONS = (
     ("/latest/api/token", _NO_CREDENTIALS),  # the service of a cloud that gives a machine its role
@@ -74,6 +72,13 @@ class Stored:
 
     name: str
     num_bytes: int
+
+
+class Version(NamedTuple):
+    """The size of an object in bytes, and the ETag, which every write changes."""
+
+    num_bytes: int
+    etag: str
 
 
 class ObjectStore:
@@ -159,17 +164,41 @@ class ObjectStore:
             digest = attributes.get(_DIGEST)
             return None if digest is None else str(digest)
 
-    def download(self, name: str, path: Path, entry: Entry | None = None) -> Entry:
-        """Read an object into a new file, in parts.  Returns the size and the digest of the file.
+    def send(self, folder: Path, entries: Mapping[str, Entry], there: Mapping[str, int], prefix: str = "") -> int:
+        """Write the files of a folder as objects, except those that are there.  Returns the bytes sent.
 
-        entry: what the object must be
-        Raises DamagedError if the object is not `entry`, and StorageError if it is changed while it is read.
+        there: sizes of the objects that are there; prefix: goes before the name of a file
         """
+        missing = [
+            name
+            for name, entry in entries.items()
+            if there.get(name) != entry.num_bytes or self.sha256(prefix + name) != entry.sha256
+        ]
+        _in_parallel(lambda name: self.upload(folder / name, prefix + name, entries[name].sha256), missing)
+        return sum(entries[name].num_bytes for name in missing)
+
+    def version(self, name: str) -> Version | None:
+        """The version of an object; None if there is no such object."""
         import obstore
 
         with self._explained("read", name):
-            meta = obstore.head(self._store, name)
-            size, etag = int(meta["size"]), str(meta["e_tag"])
+            try:
+                meta = obstore.head(self._store, name)
+                return Version(int(meta["size"]), str(meta["e_tag"]))
+            except FileNotFoundError:
+                pass
+        return None if self.read(name) is None else self.version(name)  # `read` raises if the bucket is missing
+
+    def download(self, name: str, path: Path, entry: Entry | None = None, version: Version | None = None) -> Entry:
+        """Read an object into a new file, in parts.  Returns the size and the digest of the file.
+
+        entry: what the object must be; version: the version to read; None: the one that is there
+        Raises DamagedError if the object is not `entry`, and StorageError if it is changed while it is read.
+        """
+        if (version := version or self.version(name)) is None:
+            raise StorageError(f"{self.url}/{name} cannot be read: there is no such object.")
+        size, etag = version
+        with self._explained("read", name):
             if entry is not None and size != entry.num_bytes:
                 raise DamagedError(f"{self.url}/{name} has {size:,} bytes, but {entry.num_bytes:,} were written.")
             with path.open("xb") as file, ThreadPoolExecutor(_PARTS_AT_ONCE, "download") as pool:
@@ -284,7 +313,7 @@ def _boto3_credentials() -> Any:
     return None if session.get_credentials() is None else Boto3CredentialProvider(session)
 
 
-def in_parallel(work: Callable[[Any], None], items: Sequence[Any], at_once: int = 4) -> None:
+def _in_parallel(work: Callable[[Any], None], items: Sequence[Any], at_once: int = 4) -> None:
     """Call `work` for every item, a few at a time.  Raises the first error, after the others that began have ended."""
     with ThreadPoolExecutor(at_once, "object store") as pool:
         for _ in pool.map(work, items):

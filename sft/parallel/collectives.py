@@ -53,6 +53,16 @@ def all_gather_objects(make: Callable[[], T], group: dist.ProcessGroup) -> list[
     return [_received(sent, rank) for rank, sent in enumerate(gathered)]
 
 
+def on_every_rank(make: Callable[[], T], group: dist.ProcessGroup) -> T:
+    """Call `make` on every rank, and return its own result, which need not be a message.  Collective.
+
+    If `make` raises an error on one rank, every rank raises an error.  `group` holds all ranks.
+    """
+    results: list[T] = []
+    all_gather_objects(lambda: results.append(make()), group)
+    return results[0]
+
+
 def through_rank0(make: Callable[[], T], decide: Callable[[list[T]], Sequence[R]], group: dist.ProcessGroup) -> R:
     """Call `make` on every rank, then `decide` on rank 0 with all results.  Rank i returns the i-th item of `decide`.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sft.config import listed
 from sft.errors import ConfigError
+from sft.files.object_store import is_url
 from sft.hf import hub
 from sft.recipe.resolved import Recipe
 
@@ -28,11 +29,9 @@ def check_paths(recipe: Recipe, *, trains: bool = True) -> None:
     paths += [("data.teacher.files", path) for path in data.teacher.files or ()]
     paths += [] if data.plan is None or not trains else [("data.plan", data.plan)]
     missing = {
-        (key, path): f"{key} = {path} ({recipe.origins[key]}) does not exist in {Path.cwd()}; give {key}=PATH."
-        + _dataset_hint(key, path)
-        + _pattern_hint(key, path)
+        (key, path): f"{key} = {path} ({recipe.origins[key]}) {problem}"
         for key, path in paths
-        if not Path(path).exists()
+        if (problem := _problem(key, path)) is not None
     }
     if tokenizer is not None and hub.is_hub_name(tokenizer):
         del missing["data.tokenizer", tokenizer]
@@ -44,6 +43,22 @@ def check_paths(recipe: Recipe, *, trains: bool = True) -> None:
             )
     if missing:
         raise ConfigError(listed(list(missing.values())))
+
+
+def _problem(key: str, path: str) -> str | None:
+    """Why this path of a recipe cannot be used; None if it exists, or is a URL whose form is right."""
+    if not is_url(path):
+        missing = (
+            f"does not exist in {Path.cwd()}; give {key}=PATH.{_dataset_hint(key, path)}{_pattern_hint(key, path)}"
+        )
+        return None if Path(path).exists() else missing
+    if not key.startswith(("data.train", "data.eval")):
+        return "is a URL, which only data.train and data.eval may name.  Give a file on this machine."
+    from sft.data.read import remote_files
+
+    if (reason := remote_files.refusal(path)) is not None:
+        return f"{reason}."
+    return "holds a pattern, and patterns are not expanded.  Name the files." if set("*[") & set(path) else None
 
 
 def _pattern_hint(key: str, path: str) -> str:

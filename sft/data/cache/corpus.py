@@ -15,9 +15,11 @@ import numpy as np
 
 from sft.batch import Sample
 from sft.config import DataConfig, Input
+from sft.console import QUIET, Console
 from sft.data.cache.folders import store_folder
 from sft.data.cache.loaded_datasets import find_inputs
 from sft.data.cache.omissions import refusal
+from sft.data.cache.remote_stores import RemoteStores
 from sft.data.cache.store import Store, open_store
 from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.read.named_dataset import LoadedDataset
@@ -225,9 +227,16 @@ def file_names(paths: Sequence[DataFile]) -> list[str]:
 
 
 def find_prepared(
-    inputs: Sequence[Input], data: DataConfig, tokenizer: ChatTokenizer, cache_dir: Path, *, command: str
+    inputs: Sequence[Input],
+    data: DataConfig,
+    tokenizer: ChatTokenizer,
+    cache_dir: Path,
+    *,
+    command: str,
+    console: Console = QUIET,
 ) -> list[tuple[DataFile, Path]]:
-    """Finds the files and datasets of `inputs`, and the folders of their stores.  Neither tokenises nor uses a network.
+    """Finds the files and datasets of `inputs`, and the folders of their stores.  Does not tokenise, and uses a network
+    only for files in an object store and data.cache_remote.
 
     command: the command that makes missing stores, for error messages
     Reads all bytes of files whose digest is not remembered, so only one rank calls this function and broadcasts the
@@ -236,8 +245,15 @@ def find_prepared(
     """
     files = find_inputs(inputs, cache_dir, command=command)
     prepared = [(file, store_folder(cache_dir, file, data, tokenizer)) for file in files]
+    fetch_prepared(prepared, data, console)
     map_prepared(prepared, data, command=command).check_omitted(data, tokenizer)
     return prepared
+
+
+def fetch_prepared(prepared: Sequence[tuple[DataFile, Path]], data: DataConfig, console: Console) -> None:
+    """Fetches the stores that this machine lacks from data.cache_remote.  Called by one process of each node."""
+    if data.cache_remote is not None:
+        RemoteStores(data.cache_remote, console).fetch(folder for _, folder in prepared)
 
 
 def map_prepared(

@@ -7,6 +7,7 @@ that makes samples of rows (`ENCODING`).  Samples do not depend on the parallel 
     cache_dir/3f9a....work  parts of an unfinished store, also after its process was killed (`workers.py`)
     cache_dir/digests      digests of data files (`digests.py`)
     cache_dir/datasets     which rows of which Arrow files a dataset consists of (`loaded_datasets.py`)
+    cache_dir/remote       copies of data files of an object store (`remote_files.py`)
 """
 
 import hashlib
@@ -100,8 +101,8 @@ class Stale(NamedTuple):
     num_bytes: int
 
 
-def sweep(cache_dir: Path, used: Collection[Path]) -> list[Stale]:
-    """Removes stores that are not in `used`, and all work folders.
+def sweep(cache_dir: Path, copies: Path, used: Collection[Path]) -> list[Stale]:
+    """Removes the stores in `cache_dir` and the folders in `copies` that are not in `used`, and all work folders.
 
     Folders with names of another form stay.  On a local disk, a run that has mapped a removed store continues.  If the
     work folder of a running preparation is removed, the preparation tokenises that file again.  Raises DataError if a
@@ -109,7 +110,7 @@ def sweep(cache_dir: Path, used: Collection[Path]) -> list[Stale]:
     """
     stale = []
     try:
-        for folder in sorted(cache_dir.iterdir()) if cache_dir.is_dir() else []:
+        for folder in sorted(part for parent in (cache_dir, copies) if parent.is_dir() for part in parent.iterdir()):
             store = folder.with_name(folder.name.removesuffix(".work"))
             if _OURS.fullmatch(folder.name) and folder.is_dir() and (store not in used or store != folder):
                 stale.append(Stale(folder, sum(part.stat().st_size for part in files_of(folder))))

@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 from sft.config import Input, NamedDataset
 from sft.console import Console
 from sft.data.cache.digests import content_digest
+from sft.data.read import remote_files
 from sft.data.read.named_dataset import COMMIT, HubUnreachable, LoadedDataset, load_dataset
 from sft.data.read.rows import DataFile, check_file
 from sft.data.read.tables import TableSlice
 from sft.errors import DataError
 from sft.files.atomic_files import replacing
+from sft.files.object_store import is_url
 
 FOLDER = "datasets"
 
@@ -34,21 +36,37 @@ class _Memo(NamedTuple):
 
 
 def open_inputs(inputs: Sequence[Input], cache_dir: Path, console: Console) -> list[DataFile]:
-    """Checks that the files exist and are readable, and loads the datasets.  Only one process calls this function.
+    """Checks that the files exist and are readable, fetches those at URLs, and loads the datasets.  Only one process
+    calls this function.
 
     Raises DataError if a file or dataset cannot be used.
     """
-    return [_load(entry, cache_dir, console) if isinstance(entry, NamedDataset) else _file(entry) for entry in inputs]
+    return [
+        (
+            _load(entry, cache_dir, console)
+            if isinstance(entry, NamedDataset)
+            else _checked(remote_files.stage(entry, cache_dir, console) if is_url(entry) else Path(entry))
+        )
+        for entry in inputs
+    ]
 
 
 def find_inputs(inputs: Sequence[Input], cache_dir: Path, *, command: str) -> list[DataFile]:
-    """Checks the files, and finds the datasets that `command` has loaded.  Raises DataError if one is not loaded."""
-    return [_find(entry, cache_dir, command) if isinstance(entry, NamedDataset) else _file(entry) for entry in inputs]
+    """Checks the files, and finds the files at URLs and the datasets that `command` has fetched.  Raises DataError if
+    one is not fetched."""
+    return [
+        (
+            _find(entry, cache_dir, command)
+            if isinstance(entry, NamedDataset)
+            else _checked(remote_files.find_staged(entry, cache_dir, command=command) if is_url(entry) else Path(entry))
+        )
+        for entry in inputs
+    ]
 
 
-def _file(name: str) -> Path:
-    check_file(Path(name))
-    return Path(name)
+def _checked(path: Path) -> Path:
+    check_file(path)
+    return path
 
 
 def _find(wanted: NamedDataset, cache_dir: Path, command: str) -> LoadedDataset:

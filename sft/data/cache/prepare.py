@@ -28,12 +28,14 @@ from sft.data.cache.encoder import EncodedRows, check_palette
 from sft.data.cache.folders import Stale, Stamp, stamp, store_folder, sweep, work_folder
 from sft.data.cache.loaded_datasets import open_inputs
 from sft.data.cache.omissions import refusal
+from sft.data.cache.remote_stores import RemoteStores
 from sft.data.cache.row_report import Reject
 from sft.data.cache.store import Store, open_store, publish, put_aside, write_store
 from sft.data.cache.tokenizer_notes import say_notes
 from sft.data.cache.vocabulary import check_ids
 from sft.data.cache.workers import FileJob, PartResult, make_parts, part_path, part_ranges, read_part
 from sft.data.chat.tokenizer import ChatTokenizer
+from sft.data.read import remote_files
 from sft.data.read.rows import DataFile, index_rows, row_name
 from sft.data.work import Work
 from sft.errors import DataError, SftError
@@ -68,10 +70,13 @@ def prepare(
     files = open_inputs(inputs, cache_dir, console)
     stamps = [stamp(file) for file in files]  # before the digest, so every later change is detected
     folders = [store_folder(cache_dir, file, data, tokenizer) for file in files]
+    remote = None if data.cache_remote is None else RemoteStores(data.cache_remote, console)
     stores: dict[Path, Store] = {}
     jobs: dict[Path, FileJob] = {}
     work: dict[Path, Work] = {}
     try:
+        if remote is not None:
+            remote.fetch(folders)
         for file, folder, stamp_before in zip(files, folders, stamps, strict=True):
             if folder in stores or folder in jobs:  # an earlier file has the same content
                 continue
@@ -83,6 +88,8 @@ def prepare(
         made = _tokenise(list(jobs.values()), num_processes(data), console, refuse=data.on_omitted == "error")
         for folder, (store, work[folder]) in made.items():
             stores[folder] = store
+        if remote is not None:
+            remote.send(folders)
     except OSError as error:
         raise _failure(cache_dir, error) from error
     chosen = [stores[folder] for folder in folders]
@@ -156,10 +163,18 @@ def _prepare_set(
 
 
 def sweep_recipe(config: Config, corpora: Iterable[Corpus], tokenizer: ChatTokenizer) -> list[Stale]:
-    """Removes all stores from the recipe's cache except those that the recipe now uses for the files of `corpora`."""
+    """Removes all stores and all copies of files at URLs from the recipe's cache, except those that the recipe now uses
+    for the files of `corpora`."""
     cache_dir = Path(config.cache_dir)
     files = [file for corpus in corpora for file in corpus.files]
-    return sweep(cache_dir, {store_folder(cache_dir, file, config.data, tokenizer) for file in files})
+    copies = cache_dir / remote_files.FOLDER
+    used = {store_folder(cache_dir, file, config.data, tokenizer) for file in files}
+    used |= {
+        copies / file.relative_to(copies).parts[0]
+        for file in files
+        if isinstance(file, Path) and file.is_relative_to(copies)
+    }
+    return sweep(cache_dir, copies, used)
 
 
 def _existing(file: DataFile, folder: Path, console: Console, *, verify: bool) -> Store | None:

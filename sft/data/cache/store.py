@@ -39,6 +39,7 @@ from sft.files.atomic_files import flush
 _ARRAYS: dict[str, np.dtype[Any]] = {"tokens": np.dtype(np.int32), "mask": np.dtype(np.uint8), "rows": LINE}
 _TREE_ARRAYS: dict[str, np.dtype[Any]] = dict(zip(TreeTables._fields, DTYPES, strict=True))
 _TEACHER_ARRAYS = "teacher_counts", "teacher"
+LAST_FILE = "ledger.json"  # written last: the store is complete
 _REJECTS, _OMITTED = "rejects.jsonl", "omitted.jsonl"
 _HASH_BYTES = 1 << 24
 
@@ -68,7 +69,7 @@ def open_store(folder: Path, *, verify: bool = False) -> Store | None:
     comes from a failing disk or from edited files.
     """
     try:
-        content = json.loads((folder / "ledger.json").read_text(encoding="utf-8"))
+        content = json.loads((folder / LAST_FILE).read_text(encoding="utf-8"))
         if content.pop("digest") != _json_digest(content):
             return None
         if any((folder / name).stat().st_size != file["bytes"] for name, file in content["files"].items()):
@@ -114,7 +115,7 @@ def write_store(temp: Path, parts: Iterable[EncodedRows], weights: np.ndarray) -
         "files": _describe(temp),
     }
     text = json.dumps({**content, "digest": _json_digest(content)}, indent=2, ensure_ascii=False)
-    (temp / "ledger.json").write_text(text + "\n", encoding="utf-8")
+    (temp / LAST_FILE).write_text(text + "\n", encoding="utf-8")
     for path in temp.iterdir():
         flush(path)  # otherwise, a power failure could leave a renamed store without its bytes
 

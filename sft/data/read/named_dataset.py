@@ -70,7 +70,7 @@ def load_dataset(wanted: NamedDataset) -> LoadedDataset:
         _check_folder(wanted, folder)
     elif wanted.name.startswith((".", "/", "~")) or wanted.name.count("/") > 1:
         raise DataError(f"dataset {wanted.name} does not exist (folder {Path.cwd()}), and is no name of a dataset.")
-    commit = None if is_local else _commit(wanted)
+    commit = None if is_local else commit_of(wanted)
     splits, made_of = _prepared(wanted, commit)
     if not is_local:
         commit = _checked_commit(wanted, commit, made_of)
@@ -99,7 +99,7 @@ def _check_folder(wanted: NamedDataset, folder: Path) -> None:
         )
 
 
-def _commit(wanted: NamedDataset) -> str | None:
+def commit_of(wanted: NamedDataset) -> str | None:
     """The commit of a dataset on the hub; None if HF_HUB_OFFLINE is set."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled
@@ -109,10 +109,10 @@ def _commit(wanted: NamedDataset) -> str | None:
     except OfflineModeIsEnabled:
         return None
     except Exception as error:  # errors of huggingface_hub and of the network
-        raise _hub_refusal(wanted, error) from error
+        raise hub_refusal(wanted, error) from error
 
 
-def _hub_refusal(wanted: NamedDataset, error: Exception) -> DataError:
+def hub_refusal(wanted: NamedDataset, error: Exception) -> DataError:
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     name = wanted.name

@@ -70,6 +70,22 @@ def test_only_what_did_not_arrive_is_sent_again(s3: Server, tmp_path: Path) -> N
     assert s3.content("runs/a/iter_0000004/") == {"a": b"same", "b": b"new!", "c": b"none"}
 
 
+def test_a_load_requests_the_bytes_that_it_needs_and_hardly_more(s3: Server, tmp_path: Path) -> None:
+    """Listings, pointer and manifest included: at most 1.05 of the bytes of the checkpoint."""
+    remote, needed = RemoteFolder(URL), 2_000_000
+    copied(remote, tmp_path / "a", 2, "old" * needed)
+    path = copied(remote, tmp_path / "a", 4, "x" * needed)
+    (tmp_path / "b").mkdir()
+    s3.requests.clear()
+    step = remote.newer(tmp_path / "b")
+    assert step == 4
+    remote.read_manifest(step, tmp_path / "b")
+    entries = manifest.read(tmp_path / "b").files
+    remote.receive(step, list(entries), entries, tmp_path / "b")
+    assert (tmp_path / "b/__0_0.distcp").read_bytes() == (path / "__0_0.distcp").read_bytes()
+    assert needed <= sum(size for method, _, size in s3.requests if method != "HEAD") <= 1.05 * needed
+
+
 def test_later_checkpoints_are_given_up_and_old_ones_removed(s3: Server, tmp_path: Path) -> None:
     remote = RemoteFolder(URL)
     for step in (2, 4, 6, 8):

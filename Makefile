@@ -92,9 +92,9 @@ demo-text: $(READY)
 
 # What it learns and when: docs/how-to/eval.md#accuracy-by-distance.
 demo-retrieval: $(READY)
-	@echo "== answers from evidence up to 8,192 tokens back; runs/demo-retrieval of an earlier demo is removed"
+	@echo "== answers from evidence up to 2,048 tokens back; runs/demo-retrieval of an earlier demo is removed"
 	rm -rf runs/demo-retrieval
-	$(BIN)/python -m tools.make_retrieval_data --out runs/demo-data
+	$(BIN)/python -m tools.make_retrieval_data --out runs/demo-data --farthest 2048
 	$(BIN)/sft data prepare recipes/demo_retrieval.yaml
 	$(BIN)/sft train recipes/demo_retrieval.yaml --processes 2
 	$(BIN)/sft plot runs/demo-retrieval --chance 0.125

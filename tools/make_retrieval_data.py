@@ -1,6 +1,6 @@
 """Writes documents with questions that can be answered only from statements earlier in the document.
 
-    python -m tools.make_retrieval_data --out runs/demo-data
+    python -m tools.make_retrieval_data --out runs/demo-data --farthest 2048
 
 A statement is a line of a letter and a digit, a key and its value.  A document has up to KEYS statements, then filler
 (text of Python's documentation), and then questions: the line of a question repeats a key, and its value is the answer.
@@ -15,8 +15,8 @@ value belongs to which key, gives one of KEYS answers right.  This is the accura
 retrieval-train.jsonl has documents of many lengths, most of them short, which ask for every key many times.  With
 --noise, some of its answers are random digits.
 retrieval-512.jsonl asks for every key once, in the order of the statements, so that each answer is exactly 512 tokens
-after its statement.  There is one such file for each of DISTANCES.  A row holds tokens of the byte tokenizer and a loss
-mask.
+after its statement.  There is one such file for each of DISTANCES up to --farthest.  A row holds
+tokens of the byte tokenizer and a loss mask.
 The same Python and arguments always give the same files.
 """
 
@@ -36,8 +36,8 @@ STATEMENT = re.compile(rb"[a-z][0-9]")
 LINE = 3  # tokens of a statement or a question: newline, key, value
 TRAIN_QUESTIONS = 72  # questions of a training document, a multiple of each number of keys
 DISTANCES = (128, 512, 2048, 8192)  # tokens from a statement to its answer, in held-out documents
+MARGIN = 192  # --farthest less the largest number of tokens between statements and questions of a training document
 SHORT_SHARE = 0.7  # share of the training tokens that are in documents without filler after the statements
-MAX_FILLER = 8000  # largest number of tokens between the statements and the questions of a training document
 
 
 class Document(NamedTuple):
@@ -84,13 +84,19 @@ def excerpt(rng: random.Random, text: bytes, size: int) -> bytes:
     return text[start : start + size]
 
 
-def train_documents(rng: random.Random, text: bytes, num_tokens: int, noise: float) -> Iterator[Document]:
-    """Training documents with about `num_tokens` tokens in all, in random order."""
+def train_documents(
+    rng: random.Random, text: bytes, num_tokens: int, noise: float, farthest: int
+) -> Iterator[Document]:
+    """Training documents with about `num_tokens` tokens in all, in random order.
+
+    farthest  of the distances of held-out documents; a training document has at most MARGIN tokens less between its
+              statements and questions
+    """
     short, made = int(SHORT_SHARE * num_tokens), 0
     documents = []
     while made < num_tokens:
         values = rng.choices(digits, k=rng.choice(TRAIN_KEYS))
-        between = 0 if made < short else round(MAX_FILLER ** rng.uniform(0.4, 1.0))
+        between = 0 if made < short else round((farthest - MARGIN) ** rng.uniform(0.4, 1.0))
         rounds = TRAIN_QUESTIONS // len(values)
         new = document(rng, text, values, before=rng.randrange(64), between=between, rounds=rounds, noise=noise)
         made += len(new.tokens)
@@ -123,6 +129,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the files")
     parser.add_argument("--tokens", type=int, default=1_000_000, help="number of tokens for training")
     parser.add_argument("--held-out", type=int, default=6, help="number of held-out documents of each distance")
+    about = "the largest distance (default: %(default)s)"
+    parser.add_argument("--farthest", type=int, choices=DISTANCES, default=DISTANCES[-1], help=about)
     about = "share of the training answers that are a random digit (default: %(default)s)"
     parser.add_argument("--noise", type=float, default=0.0, help=about)
     parser.add_argument("--seed", type=int, default=0, help="seed of the random choices")
@@ -130,8 +138,11 @@ def main() -> None:
     text = filler()
     options.out.mkdir(parents=True, exist_ok=True)
     rng = random.Random(f"train {options.seed}")
-    write(options.out / "retrieval-train.jsonl", train_documents(rng, text, options.tokens, options.noise))
-    for distance in DISTANCES:
+    write(
+        options.out / "retrieval-train.jsonl",
+        train_documents(rng, text, options.tokens, options.noise, options.farthest),
+    )
+    for distance in DISTANCES[: DISTANCES.index(options.farthest) + 1]:
         rng = random.Random(f"held out {distance} {options.seed}")
         made = held_out_documents(rng, text, distance, options.held_out)
         write(options.out / f"retrieval-{distance}.jsonl", made)

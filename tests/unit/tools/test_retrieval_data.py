@@ -76,6 +76,16 @@ def test_training_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert (out / name).read_bytes() == (again / name).read_bytes() != (other / name).read_bytes()
 
 
+def test_the_farthest_distance_limits_all_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They fit into the sequences of recipes/demo_retrieval.yaml, whose documents are padded to multiples of 32."""
+    out = make(tmp_path, "--tokens", "300000", "--farthest", "2048")
+    assert {path.name for path in out.iterdir()} == {
+        *("retrieval-train.jsonl", "retrieval-128.jsonl", "retrieval-512.jsonl", "retrieval-2048.jsonl")
+    }
+    lengths = [len(tokens) for path in out.iterdir() for tokens, _ in rows(path)]
+    assert 2048 < max(lengths) <= 2176
+
+
 def test_noise_changes_answers_of_training_only(tmp_path: Path) -> None:
     """With noise 0.5, an answer is right with probability 0.5 + 0.5 / 10."""
     clean = make(tmp_path / "a", "--tokens", "60000")

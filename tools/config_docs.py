@@ -31,27 +31,22 @@ model.moe.z_loss_coef model.moe.capacity_factor model.moe.bias_update_rate""".sp
 
 INTRODUCTION = """# Recipe keys
 
-A recipe is a YAML file with the groups of keys below.  On the command line, write a key with dots: `parallel.cp=4`,
-`data.train=[a.jsonl, b.jsonl]`, `optim.warmup_steps=null`.  The command line overrides the file.
-Unknown keys, wrong types and conflicting values are errors, and all errors are reported at once.  `null` means no
-value.  `no`, `on` and `010` are text.  Duplicate keys, anchors and tags are errors.  Paths are relative to the current
-directory.
+A recipe is a YAML file with the groups of keys below.  The command line overrides the file: `parallel.cp=4`,
+`data.train=[a.jsonl, b.jsonl]`, `optim.warmup_steps=null`.  Unknown keys, wrong types and conflicting values are
+errors, reported all at once.  `null` means no value.  `no`, `on` and `010` are text.  Duplicate keys, anchors and tags
+are errors.  Paths are relative to the current directory.
 
 `sft check RECIPE --explain KEY` shows the meaning of a key and where its value came from.  An editor completes keys
 with a JSON Schema: `sft schema > recipe.schema.json`, and the first line of a recipe is
 `# yaml-language-server: $schema=recipe.schema.json`.  An assistant writes a recipe with
-[the skill](../../skills/sft/SKILL.md).
+[the skill](../../skills/sft/SKILL.md).  recipe.yaml in the run folder contains every value of the run.
 
-recipe.yaml in the run folder contains every value of the run.  Keys of other trainers, such as `learning_rate` or
-`gradient_checkpointing`, are errors that name our key.
+`sft check RECIPE` refuses the recipes that training would refuse.  These errors show only when the run starts: a folder
+that another run has locked, a full disk, missing GPUs or packages, nodes with other versions or data than the first,
+damaged files, and a tracker that does not start.
 
-`sft check RECIPE` refuses the recipes that training would refuse, also where only the data or the checkpoint show the
-mistake.  These errors show only when the run starts: a folder that another run has locked, a full disk, missing GPUs or
-packages, nodes with other versions or data than the first, damaged files, and a W&B, MLflow, trackio or Prometheus that
-does not start.
-
-tools/config_docs.py generates this page from sft/config/.  An item has the key, its values, its default and its
-meaning.  A key whose only values are true and false has the default only.
+tools/config_docs.py generates this page.  An item has the key, its values, its default and its meaning.  A key whose
+only values are true and false has the default only.
 """
 
 

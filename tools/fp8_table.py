@@ -52,13 +52,9 @@ def tables() -> Iterator[str]:
     for recipe in RECIPES:
         yield f"| `{recipe}` | {' | '.join(products(recipe))} |"
     yield ""
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for name, family in FAMILIES.items():
-        alike.setdefault(matrices(family)[1], []).append(name)
-    for in_bf16, names in alike.items():
-        if in_bf16:
-            yield from page_text.folded(f"- {', '.join(in_bf16)}: in bf16 in {', '.join(names)}.")
-    yield from page_text.folded("- All other matrices of layers: in FP8, in every family.")
+    of_families = dict.fromkeys(name for family in FAMILIES.values() for name in matrices(family)[1])
+    yield from page_text.folded(f"- In bf16, in every family that has them: {', '.join(of_families)}.")
+    yield from page_text.folded("- All other matrices of layers: in FP8.")
     yield ""
 
 

@@ -88,12 +88,6 @@ def row(sizes: str, capability: tuple[int, int]) -> Chosen:
     why_not[TRANSFORMER_ENGINE] = f"it does not have {special}" if special else recipe.auto_is_portable
     able = [name for name, reason in why_not.items() if reason is None] or [kernels.PLAIN]
     chosen = TRANSFORMER_ENGINE if why_not[TRANSFORMER_ENGINE] is None else able[0]
-    if chosen == TRANSFORMER_ENGINE:
-        preferred = (
-            "auto prefers Transformer Engine, which also has FP8 and fused modules; with attention.backend=portable, "
-            "the fastest other kernel runs"
-        )
-        why_not |= {name: preferred for name in able}
     refusals = {
         name: reason
         for name, reason in why_not.items()

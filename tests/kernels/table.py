@@ -158,36 +158,27 @@ def _differences(results: Sequence[Result], pinned: Sequence[Result]) -> list[st
     Layers that differ in the number of heads alone share a line.
     """
     other = {result[:3]: result for result in pinned if result.found}
-    groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    lines = dict[str, None]()
     for result in results:
-        heads, layers = _HEADS.search(result.text), _HEADS.sub("", result.text)
         for step in _PASSES:
             own, theirs = (_most(x.found, step) for x in (result, other.get(result[:3], result)))
-            if own != theirs:
-                groups[result.kind, layers, result.architecture, step, theirs, own].append(
-                    int(heads[1]) if heads else 0
-                )
-    lines = list[str]()
-    for (kind, layers, architecture, step, theirs, own), numbers in groups.items():
-        shared = ", ".join(str(number) for number in sorted(numbers) if number)
-        what = f"{kind}, {layers}{f', with {shared} heads a key' if shared else ''}, {architecture}, {step}"
-        lines += page_text.folded(f"- {what}: {theirs}; above {own}")
-    return lines
+            pairs = [(x, y) for x, y in zip(theirs, own, strict=True) if x != y]
+            if pairs:
+                what = f"{result.kind}, {_HEADS.sub('', result.text)}, {result.architecture}, {step}"
+                numbers = (", ".join(column) for column in zip(*pairs, strict=True))
+                lines[f"- {what}: {'; above '.join(numbers)}"] = None
+    return [line for text in lines for line in page_text.folded(text)]
 
 
-def _most(found: Sequence[Compiled], step: str) -> str:
+def _most(found: Sequence[Compiled], step: str) -> tuple[str, str, str]:
     used = [x.usage for x in found if x.step == step]
     registers, spilled, shared = (max((x[column] for x in used), default=0) for column in range(3))
-    return f"{registers} registers, {spilled} bytes spilled, {_kib(shared)} KiB shared"
+    return f"{registers} registers", f"{spilled} bytes spilled", f"{_kib(shared)} KiB shared"
 
 
 def _refused(results: Sequence[Result], reasons: Mapping[Key, str]) -> Iterator[str]:
     for x in results:
-        error, _, words = x.found[0].kernel.partition(":")
-        theirs = (
-            f"The package says: `{words.strip().replace('`', '')}`" if words.strip() else f"The package raises {error}"
-        )
-        yield from page_text.folded(f"- {x.text}, {x.architecture}: {reasons[x[:3]]}. {theirs}")
+        yield from page_text.folded(f"- {x.text}, {x.architecture}: {reasons[x[:3]]}")
 
 
 def write(

@@ -1,10 +1,10 @@
-"""Prints how the texts of a chat become a tree at cp 2, and keeps docs/concepts/trees.md equal to it.
+"""Prints how the texts of a chat become a tree, and keeps docs/concepts/trees.md equal to it.
 
 python -m tools.tree_of_turns            print every part
 python -m tools.tree_of_turns --write    write the parts into the page
 python -m tools.tree_of_turns --check    exit status 1 if the page shows anything else
 
-One process prepares, packs, cuts and computes with the code of `sft train`.  The picture of attention is measured: each
+One process prepares, packs and computes with the code of `sft train`.  The picture of attention is measured: each
 token is replaced once, and a mark stands where the hidden state of another token changes.
 """
 
@@ -26,12 +26,11 @@ from sft.mcore.engine import Engine
 from sft.parallel.fragments import FragmentPlan
 from sft.parallel.layout import Layout
 from sft.parallel.rectangles import rectangles
-from sft.parallel.text_parts import TextParts
 from sft.probe.session import Session, model, session
 from sft.recipe.load import load_recipe
 from sft.recipe.tokenizer import tokenizer_of
 from tools import life_of_a_batch as life
-from tools.life_of_a_batch import CP, letters, numbers, row
+from tools.life_of_a_batch import letters, numbers, row
 from tools.printed_page import DOCS, PrintedPage
 
 FILES = {
@@ -102,13 +101,6 @@ def of_pack(session: Session, pack: Pack) -> Iterator[str]:
     yield f"cu_seqlens {pack.cu_seqlens.tolist()}, lengths {pack.lengths.tolist()}, max_seqlen {pack.max_seqlen}"
 
 
-def rank_part(session: Session, mb: Microbatch, cp_rank: int) -> str:
-    assert mb.further is not None
-    targets = zip(mb.further.rows, letters(session, mb.further.labels))
-    further = [f"further target: local row {index}, label {label}" for index, label in targets]
-    return "\n".join([life.part(session, mb, cp_rank), *(further or ["no further target"])])
-
-
 def hidden_states(engine: Engine, mb: Microbatch) -> torch.Tensor:
     """The output of the last layer, [t, hidden]."""
     outputs: list[torch.Tensor] = []
@@ -142,18 +134,6 @@ def attention(session: Session, engine: Engine, mb: Microbatch, pack: Pack) -> I
             yield ""
         cells = ["#" if column[query] else "." for column in columns]
         yield line(f"{names[query]:<3}{pack.position_ids[token]:>3}  ", cells)
-
-
-def counts(session: Session, pack: Pack) -> Iterator[str]:
-    """Lines that show how many texts contain each token of the first two documents of the pack."""
-    assert pack.branches is not None and pack.texts is not None
-    parts, documents = TextParts.of(pack.branches, pack.texts), pack.documents
-    times = parts.in_text.sum(0)[parts.of_tokens(documents, pack.position_ids - pack.branches.depths[documents])]
-    for number in range(2):
-        tokens = np.flatnonzero(documents == number)[: pack.lengths[number]]
-        yield f"document {number}"
-        yield row("text", letters(session, pack.tokens[tokens]))
-        yield row("in texts", times[tokens])
 
 
 def fragments(pack: Pack) -> Iterator[str]:
@@ -201,7 +181,6 @@ def step(recipe_path: str) -> list[dict[str, str]]:
         collator = Collator(doc_multiple=layout.doc_multiple, pad_id=tokenizer_of(s.config).pad_id)
         pack = collator.pack(read)
         assert pack.branches is not None
-        cut = [replace(collator, cp_size=CP, cp_rank=rank).microbatch(read) for rank in range(CP)]
         calls = [[tuple(rectangle) for rectangle in call] for call in rectangles(pack.branches)]
         return [
             {
@@ -210,11 +189,9 @@ def step(recipe_path: str) -> list[dict[str, str]]:
                 "trees": "\n".join(of_trees(s, read)),
                 "picture": "\n".join(line.rstrip() for line in picture(read[0])),
                 "pack": "\n".join(of_pack(s, pack)),
-                "ranks": "\n\n".join(rank_part(s, part, rank) for rank, part in enumerate(cut)),
                 "attention": "\n".join(attention(s, engine, mb, pack)),
                 "calls": "\n".join(f"call {i}: {call}" for i, call in enumerate(calls, 1)),
                 "fragments": "\n".join(fragments(pack)),
-                "counts": "\n".join(counts(s, pack)),
                 "losses": "\n".join(losses(engine, read, collator)),
                 "pairs": "\n".join(pairs(pack, read)),
             }

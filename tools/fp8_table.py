@@ -1,4 +1,4 @@
-"""Makes the tables of docs/concepts/memory.md: the matrix products that each value of run.fp8 computes in FP8.
+"""Makes the sentence of docs/concepts/memory.md about the matrices that run.fp8 leaves in bf16.
 
 The table of weights (sft/layers), the families' rules and the fields for megatron-core decide; nothing is measured.
 `python -m tools.pages` writes the page.
@@ -21,14 +21,10 @@ RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 FORMATS = {"hybrid": ("E4M3", "E5M2"), "e4m3": ("E4M3", "E4M3")}
 
 
-def products(recipe: str) -> tuple[str, str, str]:
-    """The formats of the operands of a product in forward, of the gradient of its input, and of its weight."""
+def formats(recipe: str) -> str:
+    """The formats of values in forward, and of gradients if they differ, as the page writes them."""
     values, gradients = FORMATS[fp8.fields(recipe)["fp8"]]
-    return (
-        f"input {values} x weight {values}",
-        f"gradient {gradients} x weight {values}",
-        (f"gradient {gradients} x input {values}"),
-    )
+    return values if gradients == values else f"{values}, gradients {gradients}"
 
 
 def matrices(family: Family) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -46,18 +42,12 @@ def _name(weight: LayerWeight) -> str:
     return f"{name} (1)" if weight.part == EXPANDED else name
 
 
-def tables() -> Iterator[str]:
-    """The lines of both tables."""
-    yield from ("| `run.fp8` | forward | gradient of the input | gradient of the weight |", "|---|---|---|---|")
-    for recipe in RECIPES:
-        yield f"| `{recipe}` | {' | '.join(products(recipe))} |"
-    yield ""
-    of_families = dict.fromkeys(name for family in FAMILIES.values() for name in matrices(family)[1])
-    yield from page_text.folded(f"- In bf16, in every family that has them: {', '.join(of_families)}.")
-    yield from page_text.folded("- All other matrices of layers: in FP8.")
-    yield ""
+def sentence() -> Iterator[str]:
+    """The lines of the sentence about matrices in bf16."""
+    in_bf16 = dict.fromkeys(name for family in FAMILIES.values() for name in matrices(family)[1])
+    yield from page_text.folded(f"Matrices of layers in FP8: all but {', '.join(in_bf16)}.")
 
 
 def page(before: str) -> str:
-    """The page with new tables between its marks."""
-    return page_text.replaced(before, BEGIN, END, "\n".join(["", *tables()]))
+    """The page with a new sentence between its marks."""
+    return page_text.replaced(before, BEGIN, END, "\n".join(["", *sentence(), ""]))

@@ -232,28 +232,26 @@ def _rounded(value: Any) -> Any:
     return round(value, 4) if isinstance(value, float) else value
 
 
-def run(
-    files: Mapping[str, str], step: Callable[[str], list[dict[str, str]]], num_ranks: int = CP
-) -> tuple[dict[str, str], str]:
+def run(files: Mapping[str, str], step: Callable[[str], list[dict[str, str]]], num_ranks: int = CP) -> dict[str, str]:
     """Prepares the data of `files` in a temporary folder with a tiny model, and calls `step(recipe)` on each rank.
 
-    Returns the parts of the page that rank 0 returns, and the output of `sft data prepare`.
+    Returns the parts of the page that rank 0 returns.
     """
     torch.set_num_threads(1)  # a process with more threads must not fork
     with tempfile.TemporaryDirectory(prefix="life-") as folder, contextlib.chdir(folder):
         make(Path("tiny"))
         for name, text in files.items():
             Path(name).write_text(text, encoding="utf-8")
-        with contextlib.redirect_stdout(io.StringIO()) as output:
+        with contextlib.redirect_stdout(io.StringIO()):
             if sft(["data", "prepare", "recipe.yaml"]):
                 raise RuntimeError("sft data prepare failed")
         (parts,) = ranks.rows_of_rank0(num_ranks, step, "recipe.yaml", start_method="fork")
-        return parts, output.getvalue()
+        return parts
 
 
 def printed() -> dict[str, str]:
     """All parts of the page."""
-    return run(FILES, step)[0]
+    return run(FILES, step)
 
 
 PAGE = PrintedPage(DOCS / "concepts/life-of-a-batch.md", "tools.life_of_a_batch", printed)

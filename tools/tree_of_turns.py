@@ -19,13 +19,11 @@ import torch
 
 from sft.batch import Microbatch, Pack, Sample
 from sft.data.chat.tree import Grown, texts_of
-from sft.data.inspect.tree_picture import picture
 from sft.data.packing.pack import Collator
 from sft.data.packing.tree_packs import supervision
 from sft.mcore.engine import Engine
 from sft.parallel.fragments import FragmentPlan
 from sft.parallel.layout import Layout
-from sft.parallel.rectangles import rectangles
 from sft.probe.session import Session, model, session
 from sft.recipe.load import load_recipe
 from sft.recipe.tokenizer import tokenizer_of
@@ -60,14 +58,6 @@ def texts(sample: Sample) -> list[Sample]:
     assert sample.tree is not None
     grown = Grown(sample.tokens, sample.weights, sample.tree)
     return [Sample(sample_id=sample.sample_id, tokens=t.tokens, weights=t.weights) for t in texts_of(grown)]
-
-
-def of_texts(session: Session, read: Sequence[Sample]) -> Iterator[str]:
-    for sample in read:
-        for number, text in enumerate(texts(sample)):
-            yield f"row {sample.sample_id}, text {number}, {len(text.tokens)} tokens"
-            yield row("text", letters(session, text.tokens))
-            yield row("weights", numbers(text.weights))
 
 
 def of_trees(session: Session, read: Sequence[Sample]) -> Iterator[str]:
@@ -180,17 +170,12 @@ def step(recipe_path: str) -> list[dict[str, str]]:
         read = s.data.train.samples(0)[0]
         collator = Collator(doc_multiple=layout.doc_multiple, pad_id=tokenizer_of(s.config).pad_id)
         pack = collator.pack(read)
-        assert pack.branches is not None
-        calls = [[tuple(rectangle) for rectangle in call] for call in rectangles(pack.branches)]
         return [
             {
                 "files": life.shown(FILES),
-                "texts": "\n".join(of_texts(s, read)),
                 "trees": "\n".join(of_trees(s, read)),
-                "picture": "\n".join(line.rstrip() for line in picture(read[0])),
                 "pack": "\n".join(of_pack(s, pack)),
                 "attention": "\n".join(attention(s, engine, mb, pack)),
-                "calls": "\n".join(f"call {i}: {call}" for i, call in enumerate(calls, 1)),
                 "fragments": "\n".join(fragments(pack)),
                 "losses": "\n".join(losses(engine, read, collator)),
                 "pairs": "\n".join(pairs(pack, read)),
@@ -200,12 +185,9 @@ def step(recipe_path: str) -> list[dict[str, str]]:
 
 def printed() -> dict[str, str]:
     """All parts of the page, with lines of at most 118 columns."""
-    parts, output = life.run(FILES, step, num_ranks=1)
-    parts["prepare"] = output.partition(" (tokenised in")[0]  # without the time
-    for name in ("files", "prepare"):
-        lines = [textwrap.wrap(line, 118, subsequent_indent="    ") or [""] for line in parts[name].split("\n")]
-        parts[name] = "\n".join(chain.from_iterable(lines))
-    return parts
+    parts = life.run(FILES, step, num_ranks=1)
+    lines = [textwrap.wrap(line, 118, subsequent_indent="    ") or [""] for line in parts["files"].split("\n")]
+    return {**parts, "files": "\n".join(chain.from_iterable(lines))}
 
 
 PAGE = PrintedPage(DOCS / "concepts/trees.md", "tools.tree_of_turns", printed)

@@ -31,7 +31,8 @@ def table() -> dict[str, dict[str, str]]:
     rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     start = next(i for i, row in enumerate(rows) if row[0] == "template")
     header = [cell.replace(" ", "_") for cell in rows[start]]
-    return {row[0]: dict(zip(header[2:], row[2:], strict=True)) for row in rows[start + 2 :]}
+    results = [(names.split("`, `"), dict(zip(header[1:], cells, strict=True))) for names, *cells in rows[start + 2 :]]
+    return {name: cells for names, cells in results for name in names}
 
 
 def test_every_template_of_a_family_is_tried() -> None:

@@ -1,4 +1,4 @@
-"""The table of products in FP8: written out for three families, and compared with the split over tp."""
+"""The matrices in FP8: written out for three families, and compared with the split over tp."""
 
 import pytest
 
@@ -6,6 +6,7 @@ from sft.estimate.layer_work import NOT_IN_FP8
 from sft.hf.families import FAMILIES
 from sft.layers.weights import TABLE
 from tools import fp8_table
+from tools.printed_page import DOCS
 
 GATED = ("linear_fc1", "linear_fc2", "experts.linear_fc1", "experts.linear_fc2")
 SHARED = ("shared_experts.linear_fc1", "shared_experts.linear_fc2")
@@ -35,10 +36,11 @@ def test_a_matrix_that_every_rank_has_whole_is_in_bf16() -> None:
             assert (weight.part in NOT_IN_FP8) == (weight.split == ""), weight.key
 
 
-def test_the_operands_of_each_recipe_written_out() -> None:
-    forward = "input E4M3 x weight E4M3"
-    hybrid = (forward, "gradient E5M2 x weight E4M3", "gradient E5M2 x input E4M3")
-    plain = (forward, "gradient E4M3 x weight E4M3", "gradient E4M3 x input E4M3")
+def test_the_page_has_the_formats_of_each_recipe() -> None:
+    page = (DOCS / "concepts/memory.md").read_text(encoding="utf-8")
+    rows = [[cell.strip(" `") for cell in line.split("|")] for line in page.splitlines()]
+    hybrid, plain = "E4M3, gradients E5M2", "E4M3"
     written = {"delayed": hybrid, "tensorwise": hybrid, "blockwise": plain, "mxfp8": plain}
-    assert {recipe: fp8_table.products(recipe) for recipe in fp8_table.RECIPES} == written
+    assert {recipe: fp8_table.formats(recipe) for recipe in fp8_table.RECIPES} == written
+    assert {row[1]: row[3] for row in rows if len(row) > 3 and row[1] in written} == written
     assert not any("fp4" in key for recipe in written for key in fp8_table.fp8.fields(recipe))

@@ -240,7 +240,8 @@ def _weights(turns: list[CheckedMessage]) -> tuple[float, ...] | None:
     """
     written = [turn.weight for turn in turns if turn.message["role"] == "assistant"]
     if not written:
-        raise DataError("no assistant turn, so the row has no answer to learn.")
+        roles = " and ".join(dict.fromkeys(turn.message["role"] for turn in turns))
+        raise DataError(f"no assistant turn, only {roles}, so the row has no answer to learn.")
     if all(weight == 0 for weight in written) and not any(turn.weight for turn in turns):
         raise DataError("every assistant turn has weight 0, so no token is supervised.")
     if all(turn.weight is None for turn in turns):

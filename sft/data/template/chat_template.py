@@ -4,13 +4,14 @@ Decides which variables a template gets, and which of a tokenizer's templates re
 inputs their sources, `sandbox.py` runs the template, and `chat/turns.py` decides which text is supervised.
 """
 
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from jinja2 import Template, meta
+from jinja2 import Template, TemplateSyntaxError, meta
 
 from sft.data import limited
 from sft.data.rows.chat_keys import GIVEN
@@ -28,6 +29,7 @@ from sft.errors import DataError
 DATE = "2026-01-01"  # the default of data.date
 MAX_SOURCE = 1_000_000  # characters; the largest template of a released model has some 30,000
 _MOST_REASON = 500  # characters of a template's error that messages show
+_MOST_LINE = 120  # characters of a line of a template
 
 
 class Refused(DataError):
@@ -116,9 +118,10 @@ class ChatTemplate:
         kept: results of other renderings that begin with the same messages and have the same other inputs; this
               rendering uses them and adds its own
         """
-        sandbox, template = self._compiled[-1 if inputs.tools else 0]
+        which = -1 if inputs.tools else 0
+        sandbox, template = self._compiled[which]
         copied = 0 if kept is None else kept.copied
-        with self._refusing("refused the chat"), self.meter as meter:
+        with self._refusing("refused the chat", self.sources[which]), self.meter as meter:
             output = Output([], [])
             numbers = {id(message): i for i, message in enumerate(inputs.messages)}
             sandbox.begin(inputs.containers, numbers, self._lists_of_run | {id(inputs.messages)})
@@ -143,10 +146,11 @@ class ChatTemplate:
         return Meter()
 
     @contextmanager
-    def _refusing(self, outcome: str) -> Iterator[None]:
+    def _refusing(self, outcome: str, source: str) -> Iterator[None]:
         """A context that turns an error of the template into Refused, and TooMuch into DataError.
 
         outcome: what the template did, for the message, such as "refused the chat"
+        source: the template that runs or is compiled, of which the message shows a line
         """
         try:
             yield
@@ -155,7 +159,7 @@ class ChatTemplate:
         except MemoryError:  # depends on the machine, not on the chat
             raise
         except Exception as error:  # the template is the user's code and may raise anything, also when it is compiled
-            raise Refused(f"chat template {self.name} {outcome}: {_reason(error)}") from error
+            raise Refused(f"chat template {self.name} {outcome}: {_reason(error)}{_place(error, source)}") from error
 
     @cached_property
     def _of_run(self) -> dict[str, Any]:
@@ -181,7 +185,7 @@ class ChatTemplate:
         compiled = []
         for source in self.sources:
             sandbox = Sandbox(self.date)
-            with self._refusing("cannot be read"):
+            with self._refusing("cannot be read", source):
                 compiled.append((sandbox, sandbox.compiled(source)))
         return compiled
 
@@ -210,3 +214,16 @@ def _without_comments(source: str) -> str:
 def _reason(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return shortened(lines[0], _MOST_REASON) if lines else type(error).__name__
+
+
+def _place(error: Exception, source: str) -> str:
+    """Where in the template the error was raised, such as `  (line 3: {{ x(1) }})`; empty if it is unknown."""
+    number = error.lineno if isinstance(error, TemplateSyntaxError) else None
+    for frame, line_of_code in traceback.walk_tb(error.__traceback__):
+        template = frame.f_globals.get("__jinja_template__")  # as in jinja2.debug
+        if template is not None:
+            number = template.get_corresponding_lineno(line_of_code)
+    lines = source.splitlines()
+    if number is None or not 1 <= number <= len(lines):
+        return ""
+    return f"  (line {number}: {shortened(lines[number - 1].strip(), _MOST_LINE)})"

@@ -128,7 +128,8 @@ def test_a_row_that_is_not_cleanly_packed_is_a_bad_row(tmp_path: Path) -> None:
         corpus_of(path)
     assert str(error.value) == (
         f"{path}:10: a document begins at token 8 by position_ids, but not by seq_lengths.  Correct one of them, or "
-        "give each document a row of its own, without padding."
+        "give each document a row of its own, without padding.  data.on_bad_row=skip leaves out such rows, up to a "
+        "tenth of a file."
     )
     skipped = corpus_of(path, on_bad_row="skip").row_reports[Path(path)]
     assert (skipped.rows, skipped.rows_packed, skipped.documents, skipped.skipped) == (10, 9, 27, (10,))

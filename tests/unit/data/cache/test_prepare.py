@@ -31,7 +31,7 @@ from tests.unit.fixtures.folder import config
 
 HOW = "sft data prepare a.yaml"
 BAD = {"messages": [{"role": "user", "content": "a"}]}
-NO_ANSWER = "no assistant turn, so the row has no answer to learn."
+NO_ANSWER = "no assistant turn, only user, so the row has no answer to learn."
 
 
 def files_of(cache: Path) -> dict[str, bytes]:

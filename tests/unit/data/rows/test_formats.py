@@ -197,7 +197,7 @@ BAD_ROWS: list[tuple[object, str]] = [
     (talk({**ANSWER, "thinking": 7}), "message 1 has thinking, which is 7; expected a string in an assistant message."),
     (talk({**ANSWER, "thinking": "a", "reasoning": "b"}), "message 1 has reasoning and thinking, whose values differ."),
     # Nothing that could be learned
-    (talk(USER, SYSTEM), "no assistant turn, so the row has no answer to learn."),
+    (talk(USER, SYSTEM), "no assistant turn, only user and system, so the row has no answer to learn."),
     (talk(USER, {**ANSWER, "train": False}), "every assistant turn has weight 0, so no token is supervised."),
     ({"prompt": [ANSWER], "completion": [USER]}, "the completion has no assistant message, so no token is"),
     # Weights

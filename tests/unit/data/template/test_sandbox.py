@@ -246,6 +246,27 @@ def test_sources_that_are_hard_to_read(source: str) -> None:
         template.render(CHAT)
 
 
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("a\n{% for m in %}\nb", "cannot be read: Expected an expression, got 'end of statement block'@"),
+        ("a\n{{ raise_exception('no roles') }}\nb", "refused the chat: no roles@"),
+        ("{% macro f() %}\n{{ raise_exception('no') }}{% endmacro %}\n\n{{ f() }}", "refused the chat: no@"),
+        ("a\n{{ messages[0].content + 1 }}", None),
+        (f"a\n{{{{ raise_exception('no') }}}}{' ' * 900}x", "refused the chat: no@"),
+    ],
+)
+def test_an_error_shows_its_line(source: str, complaint: str | None) -> None:
+    with pytest.raises(Refused) as error:
+        render(source)
+    line = source.splitlines()[1]
+    shown = line if len(line) <= 120 else line[:117] + "..."
+    place = f"  (line 2: {shown})"
+    assert str(error.value).endswith(place) and len(str(error.value)) < 300
+    if complaint is not None:
+        assert str(error.value) == f"chat template chat.jinja {complaint.replace('@', place)}"
+
+
 def test_a_reason_has_a_length() -> None:
     with pytest.raises(Refused) as error:
         render("{{ raise_exception('x' * 900000) }}")

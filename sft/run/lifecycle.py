@@ -42,6 +42,7 @@ class Lifecycle:
         self._folder, self._position, self._console, self._next_step = folder, position, console, next_step
         self._locks: list[RunLock | RemoteLock] = []
         self._start_id: str | None = None
+        self._done: status.Status | None = None  # of a run that was done, until this start has loaded its state
         self._has_saved = False
         self.step, self.step_s = 0, 0.0
         self.saved_at = time.monotonic()  # checkpoint.save_every_minutes counts from here
@@ -62,9 +63,10 @@ class Lifecycle:
                 Watchdog(run.progress_timeout_s, self._folder, self._position.rank, on_hang=self._report_hang)
             )
             contexts.push(self._report_error)
-            start = broadcast_from_rank0(partial(_begin, self._folder, self._next_step), control)
+            start, before = broadcast_from_rank0(partial(_begin, self._folder, self._next_step), control)
             self._contexts = contexts.pop_all()
         self.step, self._start_id, self._earlier = start.step, start.start_id, (start.step_s, start.save_s)
+        self._done = before if before is not None and before.status == "done" else None
         if start.starts > 1:
             self._console.say(f"start {start.starts} in a row from step {self.step}: no new checkpoint since the first")
         return self
@@ -74,7 +76,7 @@ class Lifecycle:
 
     def restored(self, step: int, num_steps: int) -> None:
         """Called when the state after `step` is loaded.  Prints a warning if run.grace_s is too short."""
-        self.step, self._num_steps = step, num_steps
+        self.step, self._num_steps, self._done = step, num_steps, None
         if line := _grace_warning(*self._earlier, self._run.grace_s, self._checkpoint):
             self._console.say(line)
 
@@ -157,7 +159,8 @@ class Lifecycle:
     def _report_error(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             with self._warn_if_unwritable():
-                status.fail(self._folder, self._start_id, error, rank=self._position.rank, step=self.step)
+                rank = self._position.rank
+                status.fail(self._folder, self._start_id, error, rank=rank, step=self.step, done=self._done)
 
     @contextmanager
     def _warn_if_unwritable(self) -> Iterator[None]:
@@ -167,11 +170,15 @@ class Lifecycle:
             self._console.say(f"WARNING: {self._folder}/{status.FILE} cannot be written: {error}")
 
 
-def _begin(folder: Path, next_step: Callable[[], int]) -> status.Status:
-    """Record the start; if `next_step` raises an SftError, record that the start was refused.  Called on rank 0."""
+def _begin(folder: Path, next_step: Callable[[], int]) -> tuple[status.Status, status.Status | None]:
+    """Record the start; if `next_step` raises an SftError, record that the start was refused.  Called on rank 0.
+
+    Returns the status of the start, and that of the start before, or None.
+    """
     with recorded(folder, is_locked=True):
         step = next_step()
-    return status.begin(folder, step=step)
+    before = status.read(folder)
+    return status.begin(folder, step=step), before
 
 
 def _grace_warning(

@@ -93,10 +93,13 @@ def begin(folder: Path, *, step: int) -> Status:
 def refuse(folder: Path, error: SftError) -> None:
     """Record that a start was refused before it began.  Steps and counts of the previous start stay.
 
+    A run that is done stays done: it has all its checkpoints, whatever a later start asks for.
     Called by the process that holds the lock of the folder.  Raises ConfigError like `read`, and OSError if the folder
     cannot be written.
     """
     before = read(folder) or _first(step=0, starts=0)
+    if before.status == "done":
+        return
     reason = _line(f"refused before it began: {type(error).__name__}: {error}")
     refused = replace(before, status="failed-fatal", start_id=_new_id(), reason=reason, traceback=None, **_now())
     _replace(folder, refused)
@@ -112,11 +115,15 @@ def end(folder: Path, start_id: str | None, status: Kind, *, step: int, num_step
     _change(folder, start_id, step, status=status, num_steps=num_steps, reason=_line(reason))
 
 
-def fail(folder: Path, start_id: str | None, error: BaseException, *, rank: int, step: int) -> None:
+def fail(
+    folder: Path, start_id: str | None, error: BaseException, *, rank: int, step: int, done: Status | None = None
+) -> None:
     """Record that rank `rank` ends with an error in or after `step`.  All ranks may call `fail` at once.
 
     Only the first failure of a start is recorded, because later ones, such as a reset connection, follow from it.
     The status of a run that ended without an error does not change.  Raises OSError if the folder cannot be written.
+
+    done: the status of a run that was done, and in which this start has changed nothing; the run then stays done
     """
     before = _known(folder, step)
     if before.status != "running" or _is_of_another(before, start_id):
@@ -131,6 +138,8 @@ def fail(folder: Path, start_id: str | None, error: BaseException, *, rank: int,
         traceback="".join(traces.format_exception(error)),
         **_now(),
     )
+    if done is not None:
+        failed = replace(done, start_id=before.start_id)
     own = folder / f"{FAILURE}.{uuid.uuid4().hex}"
     try:
         own.write_text(_text(failed), encoding="utf-8")

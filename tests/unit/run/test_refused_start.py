@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sft.cli import main
-from sft.errors import CheckpointError, ConfigError, PeerError, SftError, StorageError
+from sft.errors import CheckpointError, ConfigError, DataError, PeerError, SftError, StorageError
 from sft.run import lifecycle, status
 from sft.run.lock import RunLock
 from sft.run.refused_start import recorded
@@ -139,3 +139,18 @@ def test_a_checkpoint_that_allows_no_start_is_recorded_under_the_lock(folder: Pa
     assert facts(folder) == {
         "status": "failed-fatal", "step": 10, "saved_step": 10, "starts": 1, "reason": reason,
     }  # fmt: skip
+
+
+def test_a_run_that_is_done_stays_done(folder: Path) -> None:
+    """Neither a start that is refused before it begins, nor one that fails before it has loaded its state, undoes a
+    run."""
+    start = killed(folder)
+    status.end(folder, start.start_id, "done", step=10, num_steps=10, reason=None)
+    done = facts(folder)
+    assert main(["train", "a.yaml"]) == 2 and facts(folder) == done
+    begun, before = lifecycle._begin(folder, lambda: 10)
+    assert facts(folder)["status"] == "running" and before is not None
+    error = DataError("a.jsonl is not prepared")
+    status.fail(folder, begun.start_id, error, rank=0, step=10, done=before)
+    status.fail(folder, begun.start_id, PeerError("rank 0 is gone"), rank=1, step=10)
+    assert facts(folder) == done and main(["status", "a.yaml"]) == 0

@@ -9,7 +9,7 @@ families.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from operator import attrgetter
@@ -25,6 +25,8 @@ from sft.layers.weights import sizes_of
 
 _LAYERS, _MTP_LAYER = "decoder.layers.", "mtp.layers.0.transformer_layer."
 _NUMBER = re.compile(r"model\.layers\.(\d+)\.")  # matches the number of a layer
+# Ends of the names of embedding and output weight in a block for multi-token prediction.
+_EMBEDDINGS, _HEADS = ("embed_tokens.weight",), ("shared_head.head.weight", "shared_head.output.weight")
 Form = Literal["rows", "groups", "vocabulary"]
 
 
@@ -62,8 +64,6 @@ class MtpBlock:
 
     layer: str  # first part of the names of the layer's tensors; LAYER stands for the number of layers of the model
     own: tuple[Rule, ...]  # rules of the tensors around the layer
-    # Name of a tensor that files may store in addition -> the weight with the same values.
-    copies: Mapping[str, Literal["embedding", "head"]] = field(default_factory=dict)
 
     def rules(self, layer_rules: tuple[Rule, ...], model: ModelConfig) -> Iterator[Rule]:
         """The rules of the block.  layer_rules: rules of the model's layers; the block uses those of the last layer"""
@@ -250,15 +250,18 @@ class Family:
         rules = tuple(rule for rule in rules if not (rule.is_head and model.tie_embeddings))
         return [rule for rule in rules if not rule.needs or attrgetter(rule.needs)(model)]
 
-    def copies(self, model: ModelConfig) -> dict[str, str]:
-        """The tensors that files may store in addition: name -> name of the trained tensor with the same values."""
-        head = self.embedding if model.tie_embeddings else self.head
-        copies = {self.head: head} if model.tie_embeddings else {}
-        if model.has_mtp and self.mtp is not None:
-            of_mtp = self.mtp.copies.items()
-            copies |= {
-                n.replace(LAYER, str(model.num_layers)): {"head": head}.get(w, self.embedding) for n, w in of_mtp
-            }
+    def copies(self, model: ModelConfig, names: Collection[str]) -> dict[str, str]:
+        """Those of the stored `names` that may have the values of a trained tensor: name -> name of this tensor.
+
+        They are the output weight of a tied model, and embedding and output weight in a block for multi-token
+        prediction, which belong to the model: servers share one tensor between model and block.
+        """
+        embedding, head = self.embedding, self.head
+        output = embedding if model.tie_embeddings else head
+        copies = {name: output for name in names if name == head and model.tie_embeddings}
+        for name in names:
+            if name.endswith((*_EMBEDDINGS, *_HEADS)) and self.passes_through(name, model.num_layers):
+                copies[name] = embedding if name.endswith(_EMBEDDINGS) else output
         return copies
 
 

@@ -76,7 +76,9 @@ class Source:
 def open_source(folder: Path, name: str = "", *, compare: bool = True, has_mtp: bool = False) -> Source:
     """The model in `folder`.  Reads config.json and the headers of the files.
 
-    compare: also read tensors that are stored twice, such as a tied output, and refuse them if they differ
+    compare: also read tensors that may be stored twice, and refuse a tied output that differs.  In a block for
+    multi-token prediction that is not trained, a tensor that differs is passed through.  False: tensors of equal type
+    and shape count as equal
     has_mtp: whether the block for multi-token prediction belongs to the model; False: it is passed through
     Raises ConfigError if our model does not support config.json.  Raises CheckpointError that lists the tensors that do
     not fit the model, or the problems of the files.
@@ -135,13 +137,13 @@ def _sort(
         for line in fold_by_layer(name for name in shapes if stored.tensors[name].dtype == dtype)
     ]
     problems += _mixed_types(stored.tensors, mappings)
-    for copy, name in family.copies(model).items():
-        if copy not in stored.tensors or name not in shapes:
+    for copy, name in family.copies(model, stored.tensors).items():
+        if name not in shapes:
             continue
         if _are_equal(stored, name, copy, compare=compare):
             shapes.pop(copy, None)
             roles[copy] = "tied copy"
-        else:
+        elif copy == family.head or model.has_mtp:  # else it is a tensor of a block that is not trained
             why = "tie_word_embeddings is true" if copy == family.head else "train.mtp trains one weight for both"
             problems.append(f"{why}, but {copy} and {name} differ")
     check_tensors(shapes, wanted, str(folder), other=problems)

@@ -136,7 +136,8 @@ def _described_rows(config: Config) -> str:
 def _kept_rows(source: Source, config: Config) -> str:
     """A text about tensors that are passed through with fewer rows than the enlarged embedding; "" without any.
 
-    They are the embedding and the output weight of a block for multi-token prediction that is not trained.
+    They are the embedding and the output weight of a block for multi-token prediction that is not trained, and whose
+    values differ from those of the model.
     """
     before = source.architecture.vocab_size
     names = [name for name in source.names("passed through") if source.manifest[name].shape[:1] == (before,)]

@@ -182,3 +182,22 @@ def test_an_export_has_the_trained_block(
         assert torch.equal(after["model.layers.2.shared_head.head.weight"], after["lm_head.weight"])
     again = open_source(tmp_path / "exported", has_mtp=True)
     assert set(again.names("trained")) | set(again.names("tied copy")) == set(after)
+
+
+def test_an_export_shares_the_trained_embedding_with_a_block_that_is_not_trained(
+    ranks: Ranks, models: Callable[[str], Model], tmp_path: Path
+) -> None:
+    """Servers use one embedding for model and block, so the block's copies follow the model."""
+    source, _ = models("glm4_moe")
+    run, copies = tmp_path / "run", {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+    kept.keep(open_source(source), run / "hf")
+    overrides = recipe(source, ["optim.lr=1e-2", "checkpoint.async_save=false"])
+    ranks(1).run(train_and_save, overrides, str(source), str(run / "checkpoints"), [])
+    export_hf(run, tmp_path / "exported", QUIET)
+    before, after = hf.tensors(source), hf.tensors(tmp_path / "exported")
+    block = {name for name in before if mtp_models.is_of_block("glm4_moe", name)}
+    for copy, name in copies.items():
+        assert torch.equal(after[f"model.layers.2.{copy}.weight"], after[f"{name}.weight"])
+        assert not torch.equal(after[f"model.layers.2.{copy}.weight"], before[f"{name}.weight"])
+        block.remove(f"model.layers.2.{copy}.weight")
+    assert all(hf.same({name: before[name]}, {name: after[name]}) for name in block)

@@ -272,11 +272,10 @@ def _around_mtp(embedding_norm: str, hidden_norm: str, projection: str, norm: st
 
 _NEXT = f"model.layers.{LAYER}"
 # DeepSeek-V3, GLM-4.5 and later: the block is the layer after the model's last one.  Files may store embedding and
-# output weight again in it.
+# output weight again in it (`Family.copies`).
 NEXT_LAYER = MtpBlock(
     layer=_NEXT,
     own=_around_mtp(f"{_NEXT}.enorm", f"{_NEXT}.hnorm", f"{_NEXT}.eh_proj", f"{_NEXT}.shared_head.norm"),
-    copies={f"{_NEXT}.embed_tokens.weight": "embedding", f"{_NEXT}.shared_head.head.weight": "head"},
 )
 # Qwen3-Next, Qwen3.5 and later: the block has names of its own.
 APART = MtpBlock(

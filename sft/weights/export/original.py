@@ -136,6 +136,6 @@ def _original(folder: Path, name: str, has_mtp: bool) -> Original:
         )
     if not any(folder.glob("*.safetensors")):
         return Original(folder=folder, name=name, tokenizer=folder)
-    source = open_source(folder, name, compare=False, has_mtp=has_mtp)
+    source = open_source(folder, name, has_mtp=has_mtp)
     passed_through = partial(kept.not_trained, source)
     return Original(folder=folder, name=name, tensors=source.manifest, passed_through=passed_through, tokenizer=folder)

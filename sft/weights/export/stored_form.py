@@ -252,14 +252,19 @@ def _folders(original: Original, recipe: Mapping[str, Any], like: Path | None) -
             yield local_folder(recipe["model.hf"])
 
 
+def _forms(tensors: Mapping[str, Expected]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and type of each tensor, by name."""
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+
+
 def _source(original: Original, recipe: Mapping[str, Any], like: Path | None, *, has_mtp: bool) -> Source:
     """The source model with its stored tensors."""
     visited: list[Path] = []
     for folder in _folders(original, recipe, like):
         visited.append(folder)
         if any((folder / name).is_file() for name in (SINGLE, INDEX)):
-            source = open_source(folder, original.name, compare=False, has_mtp=has_mtp)
-            if original.tensors is not None and source.manifest != original.tensors:
+            source = open_source(folder, original.name, has_mtp=has_mtp)
+            if original.tensors is not None and _forms(source.manifest) != _forms(original.tensors):
                 raise CheckpointError(
                     f"{folder} has other tensors than the model with which the run started, so export_format = "
                     "as_source cannot take stored tensors from it.  Name the folder of that model: --hf FOLDER."

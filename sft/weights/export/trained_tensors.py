@@ -47,8 +47,8 @@ def model_tensors(
     expected = original.tensors or {}
     of_original = {name: tensor.shape for name, tensor in expected.items()}
     family = imported.family.stored_as(of_original, model, imported.vocab_size)
-    copies = {name: copy for name, copy in family.copies(model).items() if name in expected}
-    copies = {name: copy for name, copy in copies.items() if expected[name].role == "tied copy"}
+    stored_twice = [name for name, tensor in expected.items() if tensor.role == "tied copy"]
+    copies = family.copies(model, stored_twice)
     if original.tensors is not None:
         before = {tensor.name: tensor.shape for tensor in views_by_tensor(family.mappings(model, imported.vocab_size))}
         before |= {name: before[copy] for name, copy in copies.items()}

@@ -86,9 +86,10 @@ def test_ranks_share_out_the_predicted_tokens(cp_size: int) -> None:
 def test_every_tensor_of_the_block_is_trained_or_passed_through(tmp_path: Path, family: str) -> None:
     source, by_hand = mtp_models.save(tmp_path / "source", family)
     of_block = {name for name in hf.tensors(source) if mtp_models.is_of_block(family, name)}
-    assert set(open_source(source).names("passed through")) == of_block
-    opened = open_source(source, has_mtp=True)
     copies = {name for name in of_block if "embed_tokens" in name or "shared_head.head" in name}
+    frozen = open_source(source)
+    assert set(frozen.names("passed through")) == of_block - copies and set(frozen.names("tied copy")) == copies
+    opened = open_source(source, has_mtp=True)
     assert set(opened.names("tied copy")) == copies and len(copies) == (0 if family in mtp_models.QWEN else 2)
     assert of_block - copies < set(opened.names("trained")) and not opened.names("passed through")
 
@@ -97,7 +98,9 @@ def test_copies_with_other_values_and_missing_tensors_are_refused(tmp_path: Path
     source, _ = mtp_models.save(tmp_path / "source", "glm4_moe")
     name = "model/layers/2/shared_head/head/weight"
     hf.rewrite(source, **{name: torch.zeros(hf.VOCAB, hf.WIDTH), "model/layers/2/enorm/weight": None})
-    assert open_source(source).names("passed through")
+    frozen = open_source(source)
+    assert name.replace("/", ".") in frozen.names("passed through")  # its values are its own
+    assert frozen.names("tied copy") == ["model.layers.2.embed_tokens.weight"]
     with pytest.raises(CheckpointError) as refused:
         open_source(source, has_mtp=True)
     assert "but model.layers.2.shared_head.head.weight and lm_head.weight differ" in str(refused.value)

@@ -46,8 +46,8 @@ def export(
     merged: True adds LoRA adapters to the weights, False writes the adapters alone, None follows lora.export
     quiet: print only warnings
 
-    Raises ConfigError or CheckpointError if there is no checkpoint, if it is damaged or of another model, if the target
-    exists, or if the disk has too little room.  Then nothing was written.
+    Raises ConfigError or CheckpointError if there is no checkpoint, if it is damaged or of another model, or if the
+    target exists, and StorageError if the disk has too little room.  Then nothing was written.
     """
     from sft.files.object_store import is_url
     from sft.hf.hub_weights import model_folder

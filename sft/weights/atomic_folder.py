@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sft.console import size
-from sft.errors import CheckpointError
+from sft.errors import CheckpointError, StorageError
 from sft.files.atomic_files import flush, unusable
 from sft.files.folder_files import LIST_BYTES, UnsafeFileError, copy, matching
 
@@ -46,8 +46,8 @@ def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
     """A context manager for an empty folder, which is renamed to `target` at the end, or removed after an error.
 
     num_bytes: size of the large files that the block writes
-    Raises CheckpointError if the target exists, if the disk has no room, or if the block raises UnsafeFileError.  For
-    an OSError in the block, raises StorageError if another try may succeed, else CheckpointError.
+    Raises StorageError if the disk has no room, and CheckpointError if the target exists, or if the block raises
+    UnsafeFileError.  For an OSError in the block, raises StorageError if another try may succeed, else CheckpointError.
     """
     refuse_existing(target)
     parent = target.absolute().parent
@@ -55,9 +55,10 @@ def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
     try:
         parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(parent).free
-        if free < num_bytes + _OVERHEAD_BYTES:
-            raise CheckpointError(
-                f"{target} needs {size(num_bytes)}, but {parent} has {size(free)} free; nothing was written."
+        if free < (needed := num_bytes + _OVERHEAD_BYTES):
+            raise StorageError(
+                f"{target} needs {size(needed)}, but {parent} has {size(free)} free; nothing was written.  Make room "
+                "there, or name a folder on another disk."
             )
         temporary.mkdir()
         yield temporary

@@ -47,7 +47,7 @@ def import_hf(source: Path, target: Path, console: Console, name: str = "") -> N
 
     name: the name of the model on the hub, for the model card of an export
     Raises ConfigError if our model cannot represent config.json.  Raises CheckpointError if the files do not have the
-    tensors of the model, if the target exists, or if the disk has no room.
+    tensors of the model, or if the target exists, and StorageError if the disk has no room.
     """
     refuse_existing(target)  # before reading headers, which may take long
     opened = open_source(source, name)

@@ -123,7 +123,7 @@ def keep(source: Source, target: Path, served: Served | None = None) -> None:
     """Write the folder `target` for a run that starts from the weights of `source`.
 
     served: tokenizer and template of the run; None: copies those of `source`
-    Raises CheckpointError if the disk has no room, or if the source cannot be read.
+    Raises StorageError if the disk has no room, and CheckpointError if the source cannot be read.
     """
     planned = {name: on_meta(source.manifest[name], name) for name in source.names("passed through")}
     with new_folder(target, sum(tensor.nbytes for tensor in planned.values())) as folder:
@@ -173,7 +173,7 @@ def restore(kept: Kept, served: Served | None = None) -> None:
         elif kept.tensors is None:
             keep_files(kept.origin, kept.name, remade, served)
         else:
-            keep(open_source(kept.origin, kept.name, compare=False, has_mtp=kept.has_mtp), remade, served)
+            keep(open_source(kept.origin, kept.name, has_mtp=kept.has_mtp), remade, served)
         new = read(remade)
         if new is None or (new.files, new.tensors) != (kept.files, kept.tensors):
             raise CheckpointError(f"{kept.origin} has changed since the run began.")

@@ -12,7 +12,7 @@ from sft.checkpoint.manifest import Verify
 from sft.config import RANDOM, CheckpointConfig, ModelConfig
 from sft.config.pretrained import Pretrained
 from sft.console import Console
-from sft.errors import CheckpointError, ConfigError
+from sft.errors import CheckpointError, ConfigError, StorageError
 from sft.hf.hub import CONFIG, IMPORTED, imported
 from sft.hf.source import open_source
 from sft.weights import kept
@@ -82,7 +82,7 @@ def _complete(folder: Path, served: Served | None, console: Console) -> None:
     try:
         kept.serve(files, served)
         console.say(f"{folder} now has the tokenizer, the chat template and the end tokens of this run, for exports")
-    except (CheckpointError, OSError) as error:
+    except (CheckpointError, StorageError, OSError) as error:
         console.say(f"WARNING: {error}  An export has the chat template and the tokenizer of {files.name}.")
 
 
@@ -100,7 +100,7 @@ def check(run: Path, console: Console, served: Served | None = None, *, verify: 
         if problems:
             kept.restore(kept_files, served)
             console.say(f"WARNING: {'; '.join(problems)}.  {folder} was copied anew from {kept_files.origin}.")
-    except (CheckpointError, ConfigError, OSError) as error:
+    except (CheckpointError, ConfigError, StorageError, OSError) as error:
         console.say(
             f"WARNING: {'; '.join([*problems, str(error).rstrip('.')])}.  Training goes on, and checkpoints are "
             "complete, but an export needs --hf FOLDER with the original model."
@@ -126,6 +126,6 @@ def _keep_model(model: Pretrained, target: Path, served: Served | None, *, has_w
     if (other := kept.read(folder)) is not None:
         kept.copy(other, target, served)
     elif has_weights and any(folder.glob("*.safetensors")):
-        kept.keep(open_source(folder, name, compare=False, has_mtp=has_mtp), target, served)
+        kept.keep(open_source(folder, name, has_mtp=has_mtp), target, served)
     elif (folder / CONFIG).is_file():
         kept.keep_files(folder, name, target, served)

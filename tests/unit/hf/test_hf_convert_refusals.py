@@ -203,8 +203,9 @@ def test_a_disk_too_small_or_full(made: Make, tmp_path: Path, monkeypatch: pytes
         assert told in refused(lambda: export_hf(tmp_path / "imported", target, QUIET), target, StorageError)
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 30, (1 << 30) - 4096, 4096))
-    assert "has 4.0 KiB free; nothing was written" in import_refused(source)
-    assert "has 4.0 KiB free" in refused(lambda: export_hf(tmp_path / "imported", target, QUIET), target)
+    assert "has 4.0 KiB free; nothing was written" in import_refused(source, StorageError)
+    full_disk = refused(lambda: export_hf(tmp_path / "imported", target, QUIET), target, StorageError)
+    assert "has 4.0 KiB free" in full_disk and "needs 0 B" not in full_disk
 
 
 def test_an_interrupt_leaves_nothing(made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

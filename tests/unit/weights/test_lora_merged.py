@@ -231,7 +231,8 @@ def test_what_cannot_be_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     usage = namedtuple("usage", "total used free")
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda folder: usage(1 << 40, 1 << 40, 1000))
-        assert "free; nothing was written" in refused(lambda: export_hf(tmp_path / "run", target, QUIET), tmp_path)
+        full = refused(lambda: export_hf(tmp_path / "run", target, QUIET), tmp_path, StorageError)
+        assert "free; nothing was written" in full
     monkeypatch.setattr(
         "sft.weights.export.export_hf.write_model_card", lambda *a: (_ for _ in ()).throw(OSError(28, "No space"))
     )

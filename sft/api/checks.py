@@ -68,13 +68,14 @@ def check(recipe: "Recipe", *, world_size: int | None = None, gpu: str | None = 
 def topics(recipe: "Recipe", *, world_size: int | None, gpu: str | None, data: bool) -> Iterator[Topic]:
     """Yields the topics of `check`, each as soon as it is known."""
     from sft.recipe.layout import launched_world_size, resolve_layout
-    from sft.recipe.needs import check_packages, check_paths
+    from sft.recipe.needs import check_names, check_packages, check_paths
     from sft.recipe.rope_lengths import rope_lengths
     from sft.recipe.run_dir import check_folder
 
     type_of_gpu = _gpu(recipe, gpu)
     layout = resolve_layout(recipe, launched_world_size() if world_size is None else world_size)
     check_packages(recipe)
+    check_names(recipe)
     check_folder(recipe, has_files=data)
     yield Topic("layout", layout.equations(recipe.config.data.seq_length))
     yield Topic("lengths", rope_lengths(recipe))

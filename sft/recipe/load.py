@@ -103,6 +103,7 @@ class _Draft:
     problems: list[tuple[Origin, str]] = field(default_factory=list)
     meant: set[str] = field(default_factory=set)  # keys suggested for unknown keys; these are not reported as missing
     names: dict[str, dict[str, Origin]] = field(default_factory=dict)  # by current key: the names that the user gave
+    replaced: list[str] = field(default_factory=list)  # a line for each override that a later override replaces
     pretrained: Pretrained | None = None  # the model that model.hf names
 
     def take(self, prefix: str, pairs: Pairs, origin_of: Callable[[int], Origin]) -> None:
@@ -138,8 +139,7 @@ class _Draft:
                 self._note(origin, f"{key} ({origin}): {files}, without named sources.")
             elif keys.in_schema(key) in leaves() or (prefix == f"{OPEN}." and name.isidentifier()):
                 listable = keys.takes_list(key) and isinstance(value, str)
-                self.values[key] = [value] if listable else keys.in_units(key, yaml.plain(value))
-                self.origins[key] = origin
+                self._set(key, [value] if listable else keys.in_units(key, yaml.plain(value)), origin)
                 for repeated in yaml.repeated(value):
                     self._note(origin, f"{key}.{repeated} is given twice ({origin}).  Keep one.")
             elif len(self.problems) < _MAX_ADVISED:
@@ -147,6 +147,13 @@ class _Draft:
                 self._note(origin, keys.unknown(key, str(origin)))
             else:
                 self._note(origin, f"unknown key {show(key)} ({origin}).")
+
+    def _set(self, key: str, value: Any, origin: Origin) -> None:
+        """Give `key` a value in place of an earlier one.  Notes if both values are of the command line."""
+        earlier = self.origins.get(key)
+        if earlier is not None and earlier.kind == origin.kind == "command line" and self.values[key] != value:
+            self.replaced.append(f"{key} is given twice ({earlier}; {origin}); the last, {show(value)}, is used")
+        self.values[key], self.origins[key] = value, origin
 
     def _note(self, origin: Origin, problem: str) -> None:
         self.problems.append((origin, problem))
@@ -163,8 +170,9 @@ class _Draft:
         return key
 
     def warnings(self) -> list[str]:
-        """One line for each old name: "train.max_bad_steps (a.yaml, line 12) is now called ..."."""
-        return [
+        """One line for each old name, and for each override that a later one replaces:
+        "train.max_bad_steps (a.yaml, line 12) is now called ..."."""
+        return self.replaced + [
             f"{name} ({origin}) is now called {key}; the old name still works"
             for key, origins in self.names.items()
             for name, origin in origins.items()

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from sft.config import listed
+from sft.config.keys import show
 from sft.errors import ConfigError
 from sft.files.object_store import is_url
 from sft.hf import hub
@@ -20,6 +21,7 @@ def check_paths(recipe: Recipe, *, trains: bool = True) -> None:
     A tokenizer on the hub is looked up.  Called before heavy modules are imported.
     trains: whether the command uses the training data
     """
+    check_names(recipe)
     data = recipe.config.data
     paths = [(key, path) for key, files in data.train_keys.items() for path in files] if trains else []
     paths += [("data.eval", path) for files in data.eval_sets.values() for path in files if isinstance(path, str)]
@@ -59,6 +61,24 @@ def _problem(key: str, path: str) -> str | None:
     if (reason := remote_files.refusal(path)) is not None:
         return f"{reason}."
     return "holds a pattern, and patterns are not expanded.  Name the files." if set("*[") & set(path) else None
+
+
+def check_names(recipe: Recipe) -> None:
+    """Raise ConfigError if data.chat_template is the name of a format, such as chatml, or a template, and not a path.
+
+    This is known even on a machine without the files of the recipe.
+    """
+    template = recipe.config.data.chat_template
+    if template is None:
+        return
+    is_code = "{{" in template or "{%" in template
+    if not is_code and ({"/", "."} & set(template) or Path(template).exists()):
+        return
+    raise ConfigError(
+        f"data.chat_template = {show(template)} ({recipe.origins['data.chat_template']}) is no file; expected a file "
+        "with a Jinja template, such as chat_template.jinja of a chat model.  Names of formats, such as chatml, are "
+        "not known; without the key, the tokenizer's own template is used: data.chat_template=null."
+    )
 
 
 def _pattern_hint(key: str, path: str) -> str:

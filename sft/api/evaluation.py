@@ -15,6 +15,7 @@ from sft.parallel.layout import Layout
 from sft.recipe.layout import launched_world_size, resolve_layout
 from sft.recipe.needs import check_paths
 from sft.recipe.resolved import Recipe
+from sft.recipe.run_dir import check_source, download_weights
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -79,6 +80,7 @@ def ready(recipe: Recipe, source: str | None, *, quiet: bool = False) -> Layout:
         )
     layout = resolve_layout(recipe, launched_world_size() or 1)
     check_paths(recipe, trains=False)
+    check_source(source)
     if os.environ.get("RANK", "0") == "0":  # the other ranks wait for this rank when they join the process group
         from sft.data.cache.prepare import prepare_held_out
         from sft.recipe.tokenizer import tokenizer_of
@@ -96,13 +98,12 @@ def ready(recipe: Recipe, source: str | None, *, quiet: bool = False) -> Layout:
 def download(recipe: Recipe, source: str | None) -> None:
     """Download the weights that the recipe or `source` names, where they are on the hub."""
     from sft.hf import hub, hub_weights
-    from sft.recipe.run_dir import download_weights
 
     if source is None:
         download_weights(recipe)
     elif hub.is_hub_name(source):
         hub_weights.model_folder(source)
-    elif (Path(source) / "adapter_config.json").is_file():
+    elif (Path(source) / hub.ADAPTERS).is_file():
         download_weights(recipe, has_adapters=True)
     elif recipe.config.lora.is_used and not (Path(source) / hub.CONFIG).is_file():  # a checkpoint of adapters
         download_weights(recipe)

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sft.errors import ConfigError
+from sft.hf.hub import ADAPTERS, CONFIG, is_hub_name
 
 if TYPE_CHECKING:
     from sft.data.read.rows import DataFile
 
 Message = Mapping[str, Any]
-_PEFT = "adapter_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,20 +129,19 @@ def _shown(message: Message, content: str) -> str:
 
 def _folder(source: str | Path, temporary: Path) -> Path:
     """A folder that transformers can open."""
-    from sft.hf.hub import CONFIG, is_hub_name
     from sft.hf.hub_weights import model_folder
 
     path = Path(source)
     if is_hub_name(str(source)):
         return model_folder(str(source))
-    if (path / _PEFT).is_file() or ((path / CONFIG).is_file() and any(path.glob("*.safetensors*"))):
+    if (path / ADAPTERS).is_file() or ((path / CONFIG).is_file() and any(path.glob("*.safetensors*"))):
         return path
 
     from sft.api.models import export
 
     exported = temporary / "model"
     export(path, exported, verify="size")
-    if not (exported / _PEFT).is_file():
+    if not (exported / ADAPTERS).is_file():
         return exported
     export(path, temporary / "merged", verify="size", merged=True)
     return temporary / "merged"
@@ -162,7 +161,7 @@ def _open(folder: Path, device: str) -> tuple[Any, Any]:
     dtype = torch.float32 if device == "cpu" else "auto"
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        if (folder / _PEFT).is_file():
+        if (folder / ADAPTERS).is_file():
             from peft import AutoPeftModelForCausalLM
 
             model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=dtype)

@@ -96,12 +96,14 @@ def _evaluate_long(recipe: "Recipe", arguments: Namespace) -> None:
     from sft.recipe.layout import launched_world_size, resolve_layout
     from sft.recipe.long import asking, suite_settings
     from sft.recipe.needs import check_paths
+    from sft.recipe.run_dir import check_source
 
     settings = suite_settings(recipe)
     before = None if arguments.before is None else read_scores("--before", arguments.before)
     recipe = asking(recipe, settings)
     layout = resolve_layout(recipe, launched_world_size() or 1)
     check_paths(recipe, trains=False)
+    check_source(arguments.source)
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first:  # the other ranks wait for this rank when they join the process group
         _make_questions(recipe, settings, before, progress(is_quiet=arguments.quiet))

@@ -29,6 +29,7 @@ def score(arguments: Namespace) -> None:
     from sft.config.teacher import TeacherConfig
     from sft.recipe.layout import launched_world_size, resolve_layout
     from sft.recipe.needs import check_paths
+    from sft.recipe.run_dir import check_source
 
     recipe = read_recipe(arguments)
     folder, k, source = arguments.out, arguments.top_k, arguments.source
@@ -41,6 +42,7 @@ def score(arguments: Namespace) -> None:
     recipe = replace(recipe, config=recipe.config.model_copy(update={"data": data}))
     layout = resolve_layout(recipe, launched_world_size() or 1)
     check_paths(recipe)
+    check_source(source)
     if os.environ.get("RANK", "0") == "0":  # the other ranks wait for this rank when they join the process group
         from sft.data.cache.prepare import prepare_recipe
         from sft.recipe.tokenizer import tokenizer_of

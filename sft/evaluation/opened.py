@@ -114,4 +114,4 @@ def _write(file: Path, text: str) -> None:
     try:
         replace_text(file, text)
     except OSError as error:
-        raise StorageError(f"--json {file} cannot be written: {error}.") from error
+        raise StorageError(f"{file} cannot be written: {error}.") from error

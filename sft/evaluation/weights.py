@@ -13,16 +13,16 @@ from sft.config.keys import values
 from sft.console import Console
 from sft.data.chat.tokenizer import ChatTokenizer
 from sft.errors import CheckpointError, ConfigError, DataError
-from sft.hf.hub import CONFIG, is_hub_name
+from sft.hf.hub import ADAPTERS, CONFIG, is_hub_name
 from sft.hf.pretrained import model_keys, read_pretrained
 from sft.mcore.checkpoint_io import safe_reader
 from sft.mcore.engine import Engine
 from sft.mcore.process_groups import ProcessGroups
 from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
 from sft.parallel.layout import Layout
+from sft.recipe.run_dir import named_checkpoint
 from sft.recipe.tokenizer import same_ids, tokenizer_of
 from sft.weights.lora.initial_adapters import as_in_folder
-from sft.weights.lora.peft.config import CONFIG as ADAPTER_CONFIG
 from sft.weights.run_weights import load_for_reading
 from sft.weights.trained import trained_weights
 
@@ -82,28 +82,16 @@ def choose(
             return None, config
         else:
             checkpoint = resume_setting.named(config.checkpoint)
-    elif (Path(source) / ADAPTER_CONFIG).is_file():
+    elif (Path(source) / ADAPTERS).is_file():
         return None, config.model_copy(update={"lora": as_in_folder(config, source)})
     elif is_hub_name(source) or (Path(source) / CONFIG).is_file():
         _check_hf(config, source, tokenizer, console)
         weights = config.model.model_copy(update={"hf": source, "init_from": None})
         return None, config.model_copy(update={"model": weights})
     else:
-        checkpoint = _named(Path(source))
+        checkpoint = named_checkpoint(Path(source))
     _check_checkpoint(config, checkpoint, tokenizer, console)
     return checkpoint, config
-
-
-def _named(source: Path) -> Path:
-    """The Megatron checkpoint that --from names, or the newest one of a run or of a folder of checkpoints."""
-    try:
-        return folders.find([source, source / "checkpoints"], "--from")
-    except CheckpointError:
-        why = "has no weights" if source.exists() else f"does not exist in {Path.cwd()}"
-        raise CheckpointError(
-            f"--from {source} {why}; expected {folders.EXPECTED}, or a run with checkpoints, or a Hugging Face folder "
-            "with config.json and safetensors files, or a PEFT folder with adapter_config.json, or a name of the hub."
-        ) from None
 
 
 def _check_checkpoint(config: Config, checkpoint: Path, tokenizer: ChatTokenizer, console: Console) -> None:
@@ -136,10 +124,10 @@ def _check_hf(config: Config, source: str, tokenizer: ChatTokenizer, console: Co
     ]
     if different:
         raise ConfigError(
-            f"--from {source} is another model than that of the recipe: {'; '.join(different[:5])}.  Score it with a "
+            f"{source} is another model than that of the recipe: {'; '.join(different[:5])}.  Score it with a "
             f"recipe of its model, for example with model.hf={source}."
         )
-    _check_tokenizer(config, source, tokenizer, f"--from {source} has", console)
+    _check_tokenizer(config, source, tokenizer, f"{source} has", console)
 
 
 def _check_tokenizer(config: Config, name: str, tokenizer: ChatTokenizer, whose: str, console: Console) -> None:

@@ -23,6 +23,7 @@ from sft.hf import hub_errors
 from sft.hf.once_per_node import once_per_node
 
 CONFIG = "config.json"
+ADAPTERS = "adapter_config.json"  # marks a PEFT folder
 IMPORTED = "hf"  # folder of config.json in an imported checkpoint, and in a run
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w.][\w./-]*))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")

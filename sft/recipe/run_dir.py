@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from sft.checkpoint import folders, resume_setting
-from sft.errors import ConfigError
+from sft.errors import CheckpointError, ConfigError
 from sft.files.atomic_files import why_no_folder
-from sft.hf import hub_weights
+from sft.hf import hub, hub_weights
 from sft.recipe.resolved import Recipe
 from sft.run import status
 
@@ -23,6 +23,33 @@ def check_folder(recipe: Recipe, *, has_files: bool = True) -> None:
         resume_setting.check(config, folder / "checkpoints")
     elif config.resume not in resume_setting.WORDS and "/" not in config.resume:
         resume_setting.named(config)
+
+
+def check_source(source: str | None) -> None:
+    """Raise CheckpointError if `source` names no weights, and ConfigError if the hub does not have them.
+
+    For commands that read weights after long work.  A name on the hub is looked up; a folder is not opened.
+    source: a checkpoint, run, Hugging Face model or PEFT folder; None: the recipe names the weights
+    """
+    if source is None:
+        return
+    if hub.is_hub_name(source):
+        hub.snapshot(source)
+    elif not any((Path(source) / file).is_file() for file in (hub.CONFIG, hub.ADAPTERS)):
+        named_checkpoint(Path(source))
+
+
+def named_checkpoint(source: Path) -> Path:
+    """The Megatron checkpoint `source`, or the newest one of the run or of the folder of checkpoints `source`."""
+    try:
+        return folders.find([source, source / "checkpoints"], str(source))
+    except CheckpointError:
+        why = "has none" if source.exists() else f"does not exist in {Path.cwd()}"
+        raise CheckpointError(
+            f"no weights to score: {source} {why}; expected {folders.EXPECTED}, or a run with checkpoints, or a "
+            "Hugging Face folder with config.json and safetensors files, or a PEFT folder with adapter_config.json, or "
+            "a name of the hub."
+        ) from None
 
 
 def download_weights(recipe: Recipe, *, has_adapters: bool = False) -> None:

@@ -176,8 +176,10 @@ def refused(pool: RankPool, recipe: Path, *words: str) -> str:
 
 def test_what_cannot_be_scored(ranks: Ranks, dense: Path, tmp_path: Path) -> None:
     run, pool = dense.parent / "run", ranks(2)
-    assert "--from nowhere does not exist in " in refused(pool, dense, "--from", "nowhere")
-    assert f"--from {tmp_path} has no weights; expected a folder iter_" in refused(pool, dense, "--from", str(tmp_path))
+    assert "nowhere does not exist in " in refused(pool, dense, "--from", "nowhere")
+    assert f"no weights to score: {tmp_path} has none; expected a folder iter_" in refused(
+        pool, dense, "--from", str(tmp_path)
+    )
     nothing = refused(pool, dense, "data.eval=null")
     assert "data.eval (command line: data.eval=null) names no held-out set" in nothing
     assert "data.eval = gone.jsonl (command line: data.eval=gone.jsonl) does not exist" in refused(

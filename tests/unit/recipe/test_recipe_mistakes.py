@@ -1,8 +1,13 @@
 """Mistakes in a recipe: every message names the place, the value, and a value that would work."""
 
+from pathlib import Path
+
 import pytest
 
-from tests.builders import RECIPE, refusal_lines
+from sft.cli import main
+from sft.errors import ConfigError
+from sft.recipe.needs import check_names
+from tests.builders import RECIPE, parsed, refusal_lines
 
 # @ stands for `command line: OVERRIDE`.
 MISTAKES = {
@@ -232,3 +237,32 @@ BROKEN = {
 @pytest.mark.parametrize("text, message", BROKEN.items(), ids=lambda text: text[:40])
 def test_files_that_cannot_be_read_as_yaml(text: str, message: str) -> None:
     assert refusal_lines(text) == [f"a.yaml, {message}"]
+
+
+def test_an_override_that_a_later_one_replaces_is_said() -> None:
+    recipe = parsed("optim.lr=1", "optim.schedule=constant", "optim.lr=2", "optim={schedule: constant}")
+    assert recipe.config.optim.lr == 2 and recipe.warnings == (
+        "optim.lr is given twice (command line: optim.lr=1; command line: optim.lr=2); the last, 2, is used",
+    )
+
+
+@pytest.mark.parametrize("value", ["chatml", '"{{ messages }}.jinja"'])
+def test_a_chat_template_that_cannot_be_a_file_is_refused_without_files(value: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^data.chat_template = .* \(command line: .* is no file; expected a file with"
+    ):
+        check_names(parsed(f"data.chat_template={value}"))
+    check_names(parsed("data.chat_template=here/chatml"))
+    check_names(parsed("data.chat_template=chat.jinja"))
+
+
+def test_weights_are_looked_for_before_data_are_tokenised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text(RECIPE)
+    Path("a.jsonl").write_text('{"text": "a"}\n')
+    for words in (["eval"], ["eval", "--long"], ["score", "--out", "scores"]):
+        assert main([*words, "a.yaml", "data.eval=a.jsonl", "data.tokenizer=byte", "--from", "gone"]) == 2
+        assert f"no weights to score: gone does not exist in {tmp_path}; expected" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "a.yaml"]

@@ -14,11 +14,11 @@ from typing import Any
 from sft.config.lora import LoraConfig
 from sft.errors import CheckpointError
 from sft.files.folder_files import CONFIG_BYTES, read_json
+from sft.hf.hub import ADAPTERS as CONFIG
 from sft.weights.lora.peft import token_rows
 from sft.weights.lora.peft.targets import expert_options
 from sft.weights.lora.peft.token_rows import TokenRows
 
-CONFIG = "adapter_config.json"
 _READ = ("peft_type", "task_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "init_lora_weights")
 # Options that do not change the computation, or that name the modules with adapters, which the tensors name as well.
 _FREE = {

@@ -71,8 +71,14 @@ def _train_ranks(arguments: Namespace) -> int:
 def _number(text: str, device: str) -> int:
     """The number of processes: `auto` means one for each GPU that torch sees."""
     if text != "auto":
-        if not text.isdecimal() or not 1 <= int(text) <= _MOST:
-            raise ConfigError(f"--processes {text} is not a number of processes.  Give 1 to {_MOST}, or auto.")
+        if text.isdecimal() and int(text) > _MOST:
+            raise ConfigError(
+                f"--processes {text} starts all processes on this machine, where at most {_MOST:,} are started.  Give "
+                "one for each GPU of this machine, or auto; for several machines, start torchrun on each "
+                "(docs/how-to/launch.md)."
+            )
+        if not text.isdecimal() or int(text) < 1:
+            raise ConfigError(f"--processes {text} is no number of processes.  Give a number such as 8, or auto.")
         return int(text)
 
     import torch

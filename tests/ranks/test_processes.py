@@ -121,8 +121,8 @@ def environment(pid: int) -> dict[str, str]:
 @pytest.mark.parametrize(
     "words, variables, message",
     [
-        (["--processes", "two"], {}, "--processes two is not a number of processes.  Give 1 to 4096, or auto."),
-        (["--processes", "4097"], {}, "--processes 4097 is not a number of processes.  Give 1 to 4096, or auto."),
+        (["--processes", "two"], {}, "--processes two is no number of processes.  Give a number such as 8"),
+        (["--processes", "4097"], {}, "--processes 4097 starts all processes on this machine, where at most"),
         (["--processes", "auto"], {}, "--processes auto counts GPUs, but run.device is cpu.  Give a number, such as "),
         (["--processes", "3"], {}, "parallel.cp = 2 does not fit 3 processes"),
         (["--log-dir", "logs"], {}, "--log-dir has an effect only with --processes."),

@@ -251,7 +251,7 @@ class Family:
         return [rule for rule in rules if not rule.needs or attrgetter(rule.needs)(model)]
 
     def copies(self, model: ModelConfig, names: Collection[str]) -> dict[str, str]:
-        """Those of the stored `names` that may have the values of a trained tensor: name -> name of this tensor.
+        """Stored `names` that may have the values of a trained tensor: name -> name of this tensor.
 
         They are the output weight of a tied model, and embedding and output weight in a block for multi-token
         prediction, which belong to the model: servers share one tensor between model and block.

@@ -150,8 +150,8 @@ class _Draft:
 
     def _set(self, key: str, value: Any, origin: Origin) -> None:
         """Give `key` a value in place of an earlier one.  Notes if both values are of the command line."""
-        earlier = self.origins.get(key)
-        if earlier is not None and earlier.kind == origin.kind == "command line" and self.values[key] != value:
+        earlier = self.origins.get(key, Origin("default"))
+        if earlier.kind == origin.kind == "command line" and self.values[key] != value:
             self.replaced.append(f"{key} is given twice ({earlier}; {origin}); the last, {show(value)}, is used")
         self.values[key], self.origins[key] = value, origin
 
@@ -170,8 +170,7 @@ class _Draft:
         return key
 
     def warnings(self) -> list[str]:
-        """One line for each old name, and for each override that a later one replaces:
-        "train.max_bad_steps (a.yaml, line 12) is now called ..."."""
+        """One line for each old name of a key, and for each override that a later one replaces."""
         return self.replaced + [
             f"{name} ({origin}) is now called {key}; the old name still works"
             for key, origins in self.names.items()
@@ -286,20 +285,18 @@ class _Draft:
             self.refuse_value(key, f"; expected {keys.expected(key)}.{keys.hint(key, self.values[key])}")
         elif not self.meant & {key, key.split(".")[0], key.rpartition(".")[0]} and not self._lacks_model(key):
             about = leaves()[keys.in_schema(key)].description
-            problem = f"{key} is missing from {self.path}; expected {keys.expected(key)}.  {about}"
-            self._note(Origin("default"), problem)
+            self._note(Origin("default"), f"{key} is missing from {self.path}; expected {keys.expected(key)}.  {about}")
 
     def _lacks_model(self, key: str) -> bool:
         """Whether `key` is a size of a model that the recipe does not describe at all; one problem says so."""
         if not key.startswith("model.") or any(name.startswith("model.") for name in self.values):
             return False
         if "model.hf" not in self.meant:
-            self._note(
-                Origin("default"),
-                f"model.hf is missing from {self.path}; expected a folder or a name on the hub, such as "
-                "Qwen/Qwen3-8B.  (A new model without files gives its sizes instead: model.num_layers, "
-                "model.hidden_size, ...)",
+            problem = (
+                f"model.hf is missing from {self.path}; expected a folder or a name on the hub, such as Qwen/Qwen3-8B"
             )
+            sizes = "(A new model without files gives its sizes instead: model.num_layers, model.hidden_size, ...)"
+            self._note(Origin("default"), f"{problem}.  {sizes}")
         return True
 
     def refuse_held_out(self, kind: str, name: str, field: Sequence[str], cause: object) -> None:
@@ -322,5 +319,4 @@ class _Draft:
         origin = self.origins.get(key, source or Origin("default"))
         value = self.values[key] if key in self.values else leaves()[keys.in_schema(key)].default
         written = next((f"{name} (now called {key})" for name in self.names.get(key, ()) if name != key), key)
-        space = "" if why.startswith(";") else " "
-        self._note(origin, f"{written} = {show(value)} ({origin}){space}{why}")
+        self._note(origin, f"{written} = {show(value)} ({origin}){'' if why.startswith(';') else ' '}{why}")

@@ -160,7 +160,7 @@ class Lifecycle:
         if error is not None:
             with self._warn_if_unwritable():
                 rank = self._position.rank
-                status.fail(self._folder, self._start_id, error, rank=rank, step=self.step, done=self._done)
+                status.fail(self._folder, self._start_id, error, rank=rank, step=self.step, finished=self._done)
 
     @contextmanager
     def _warn_if_unwritable(self) -> Iterator[None]:

@@ -116,14 +116,14 @@ def end(folder: Path, start_id: str | None, status: Kind, *, step: int, num_step
 
 
 def fail(
-    folder: Path, start_id: str | None, error: BaseException, *, rank: int, step: int, done: Status | None = None
+    folder: Path, start_id: str | None, error: BaseException, *, rank: int, step: int, finished: Status | None = None
 ) -> None:
     """Record that rank `rank` ends with an error in or after `step`.  All ranks may call `fail` at once.
 
     Only the first failure of a start is recorded, because later ones, such as a reset connection, follow from it.
     The status of a run that ended without an error does not change.  Raises OSError if the folder cannot be written.
 
-    done: the status of a run that was done, and in which this start has changed nothing; the run then stays done
+    finished: the status of a run that was done, and in which this start has changed nothing; the run then stays done
     """
     before = _known(folder, step)
     if before.status != "running" or _is_of_another(before, start_id):
@@ -138,8 +138,8 @@ def fail(
         traceback="".join(traces.format_exception(error)),
         **_now(),
     )
-    if done is not None:
-        failed = replace(done, start_id=before.start_id)
+    if finished is not None:
+        failed = replace(finished, start_id=before.start_id)
     own = folder / f"{FAILURE}.{uuid.uuid4().hex}"
     try:
         own.write_text(_text(failed), encoding="utf-8")

@@ -33,7 +33,7 @@ from sft.data.teacher.inline import KEY
 from sft.data.teacher.records import ORIGIN
 from sft.errors import DataError
 
-_WAY_OUT = "data.on_bad_row=skip leaves out such rows, up to a tenth of a file."
+_WAY_OUT = "  data.on_bad_row=skip leaves out such rows, up to a tenth of a file."
 MAX_WEIGHTS = 256  # distinct weights that one byte per token can index; the first weight is 0
 
 
@@ -98,11 +98,9 @@ def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer
             unwanted.append(number)
             continue
         except DataError as error:
-            advice = hint(file, content)  # about the whole file
-            reason = f"{error}{advice}"
+            reason = f"{error}{(advice := hint(file, content))}"  # the advice is about the whole file
             if data.on_bad_row == "error":
-                way_out = "" if advice else f"  {_WAY_OUT}"
-                raise DataError(f"{row_name(file, number)}: {reason}{way_out}") from error
+                raise DataError(f"{row_name(file, number)}: {reason}{'' if advice else _WAY_OUT}") from error
             rejects.append(Reject(number, as_unicode(reason)))  # errors may quote half a surrogate pair
             continue
         read = () if of_row is None else (KEY, *ORIGIN)

@@ -159,7 +159,9 @@ class ChatTemplate:
         except MemoryError:  # depends on the machine, not on the chat
             raise
         except Exception as error:  # the template is the user's code and may raise anything, also when it is compiled
-            raise Refused(f"chat template {self.name} {outcome}: {_reason(error)}{_place(error, source)}") from error
+            raise Refused(
+                f"chat template {self.name} {outcome}: {_reason(error)}{_source_line(error, source)}"
+            ) from error
 
     @cached_property
     def _of_run(self) -> dict[str, Any]:
@@ -216,7 +218,7 @@ def _reason(error: Exception) -> str:
     return shortened(lines[0], _MOST_REASON) if lines else type(error).__name__
 
 
-def _place(error: Exception, source: str) -> str:
+def _source_line(error: Exception, source: str) -> str:
     """Where in the template the error was raised, such as `  (line 3: {{ x(1) }})`; empty if it is unknown."""
     number = error.lineno if isinstance(error, TemplateSyntaxError) else None
     for frame, line_of_code in traceback.walk_tb(error.__traceback__):

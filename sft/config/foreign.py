@@ -65,6 +65,7 @@ _NAMES = {
     "optim.muon.nesterov": "muon_use_nesterov muon_nesterov",
     "optim.muon.ns_steps": "muon_num_ns_steps",
     "optim.muon.scale": "muon_scale_mode adjust_lr_fn",
+    "optim.groups": "lr_groups embedding_lr embedding_lr_scale embedding_learning_rate decoupled_lr",
     "optim.clip_grad": "max_grad_norm gradient_clipping gradient_clip_val grad_clip",
     "optim.offload_fraction": "optimizer_cpu_offload optimizer_offload_fraction offload_optimizer",
     "optim.grad_dtype": "accumulate_allreduce_grads_in_fp32 grad_reduce_in_fp32 main_grads_dtype",
@@ -157,7 +158,7 @@ _REASONS = {
     "takes fewer": "max_train_samples max_samples",
     "Data are tokenised before the run and mapped into memory, so they are not streamed": "streaming dataset_streaming",
     "Learning rates decay until the last step of the run": "lr_decay_iters lr_decay_steps lr_decay_samples",
-    "Linear, cosine and other shapes are optim.schedule, and all parameters have one rate": "lr_scheduler_kwargs",
+    "Linear, cosine and other shapes are optim.schedule, which the other keys of optim describe": "lr_scheduler_kwargs",
     "Training minimises the cross-entropy of supervised tokens; loss.reduction and "
     "loss.denominator weigh them": "loss_type use_dft_loss",
     "Embeddings get no noise": "neftune_noise_alpha",

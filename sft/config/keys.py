@@ -128,8 +128,22 @@ def expected(key: str) -> str:
     info = leaves().get(in_schema(key))
     if info is None:
         return in_words(ALLOWED[key.rpartition(".")[2]])
-    kinds = _alternatives(info.annotation, info.metadata)
-    words = [_in_words(kind, bounds, alone=takes_list(key)) for kind, bounds in kinds]
+    return _expected(info, alone=takes_list(key) and item_of(key) is None)
+
+
+def item_of(key: str) -> type[Section] | None:
+    """The class of the groups of keys that a key lists: optim.groups -> ParamGroup; None for all other keys."""
+    (item,) = get_args(types_of(key)[0]) if takes_list(key) else (None,)
+    return item if isinstance(item, type) and issubclass(item, Section) else None
+
+
+def expected_in_item(item: type[Section], name: str) -> str:
+    """The values that a key of a group in a list accepts."""
+    return _expected(item.model_fields[name], alone=False)
+
+
+def _expected(info: FieldInfo, *, alone: bool) -> str:
+    words = [_in_words(kind, bounds, alone=alone) for kind, bounds in _alternatives(info.annotation, info.metadata)]
     return (", or " if words[0].endswith(", not empty") else " or ").join(words)
 
 
@@ -166,6 +180,8 @@ def _in_words(kind: Any, bounds: Sequence[Any], *, alone: bool = False) -> str:
         case origin if origin is list:
             ((kind, inner),) = _alternatives(*get_args(kind))
             noun = ("path" if inner else "name") if kind is str else ""  # the type Path of section.py has bounds
+            if isinstance(kind, type) and issubclass(kind, Section):
+                return f"a list, each a group of the keys {', '.join(kind.model_fields)}"
             item = f"a {noun}" if noun else _in_words(kind, inner)
             several = f"a list of {noun}s" if noun else "a list of such" if alone else f"a list, each {item}"
             return (f"{item} or " if alone else "") + several + (", not empty" if bounds else "")

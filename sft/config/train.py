@@ -8,6 +8,7 @@ from pydantic import Field
 
 from sft.config.distill import DistillConfig
 from sft.config.muon import MuonConfig
+from sft.config.param_group import ParamGroup
 from sft.config.section import Fraction, NonNegative, Positive, Section
 
 FP32 = 4  # bytes of an element
@@ -184,6 +185,9 @@ class OptimConfig(Section):
     """Shape of this decay.  minus_sqrt: 1 minus the square root of the share of it that is done."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     """Decoupled weight decay, except of biases and norms."""
+    groups: list[ParamGroup] = []
+    """Parameters with a learning rate or a weight decay of their own, by Hugging Face's names as in train.freeze:
+    {params: [embed_tokens], lr_ratio: 0.1, weight_decay: 0.0}.  A name is in one group at most."""
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
     """Decay of Adam's first moment."""
     beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
@@ -225,6 +229,8 @@ class OptimConfig(Section):
             yield "offload_fraction", (
                 "offloads the states of AdamW only: Muon orthogonalises on the device; use 0, or name = adamw"
             )
+        if any(not group.model_fields_set & {"lr_ratio", "weight_decay"} for group in self.groups):
+            yield "groups", "has a group that sets nothing; give it lr_ratio or weight_decay"
         steps, fraction = self.warmup_steps, self.warmup_fraction
         if steps is not None and fraction is not None:
             yield "warmup_fraction", f"clashes with warmup_steps = {steps}; give one of them"

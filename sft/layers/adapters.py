@@ -152,12 +152,15 @@ class Trained:
     muon     the weights that Muon updates (optim.name = muon), by their keys in checkpoints, each with the rows of the
              projections that it consists of.  Muon also updates all factors of adapters
     rows     for weights of `whole` of which only some rows are updated: key of the weight -> numbers of these rows
+    groups   the group of optim.groups, by its number, of each weight in one: key and index of the weight -> number.  An
+             adapter has its name for a key, and no index
     """
 
     adapted: Sequence[AdaptedWeight] = ()
     whole: Sequence[Weight] | None = None
     muon: Mapping[str, tuple[Rows, ...]] = field(default_factory=dict)
     rows: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    groups: Mapping[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
 
     @cached_property
     def _whole(self) -> frozenset[tuple[str, tuple[int, ...]]]:

@@ -113,7 +113,7 @@ class Engine:
         return StepResult(
             **vars(totals),
             grad_norm=grad_norm,
-            learning_rate=float(self.optimizer.param_groups[0]["lr"]),
+            learning_rate=float(self.scheduler.get_lr({})),
             skipped=skipped,
             experts=experts,
         )

@@ -61,7 +61,8 @@ def with_adapters(task: Task) -> Task | None:
 
 
 def _lora(task: Task, num_gpus: int) -> Iterator[Change]:
-    if not task.config.lora.is_used and not task.config.train.freeze:
+    config = task.config
+    if not config.lora.is_used and not config.train.freeze and not config.optim.groups:
         adapted = with_adapters(task)
         if adapted is None:
             return

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sft.config import Config, Conflict, RowsConfig, keys, listed, yaml
+from sft.config import Config, Conflict, RowsConfig, Section, keys, listed, yaml
 from sft.config.keys import NAMED, OPEN, leaves, named, sections, show
 from sft.config.pretrained import Pretrained
 from sft.config.yaml import Pairs
@@ -278,7 +278,10 @@ class _Draft:
             source = form == "dict" and keys.is_source(longer)
             if longer in sections() or keys.in_schema(longer) in leaves() or key == OPEN or source:
                 key = longer
-        if isinstance(cause, Conflict):
+        item, place = keys.item_of(key), location[key.count(".") + 1 :]
+        if item is not None and len(place) > 1:
+            self.refuse_in_item(kind, key, item, int(place[0]), str(place[1]))
+        elif isinstance(cause, Conflict):
             for name, why in cause.problems:
                 self.refuse_value(f"{key}.{name}".lstrip("."), why + ".")
         elif kind != "missing":
@@ -312,6 +315,16 @@ class _Draft:
                 self._note(origin, f"{value} {why}.")
             else:
                 self._note(origin, f"{value}; expected {keys.expected(f'{NAMED}.{name}.{key}')}.")
+
+    def refuse_in_item(self, kind: str, key: str, item: type[Section], number: int, name: str) -> None:
+        """Adds an error in a group of a list: optim.groups[0].lr_ratio."""
+        group, origin = f"{key}[{number}]", self.origins[key]
+        if kind == "extra_forbidden":
+            fields = ", ".join(item.model_fields)
+            self._note(origin, f"unknown key {group}.{name} ({origin}).  Keys of {group}: {fields}.")
+            return
+        is_given = "is missing" if kind == "missing" else f"= {show(self.values[key][number].get(name))}"
+        self._note(origin, f"{group}.{name} {is_given} ({origin}); expected {keys.expected_in_item(item, name)}.")
 
     def refuse_value(self, key: str, why: str) -> None:
         """Adds a problem with the value of a key.  why: the end of the sentence after the value and its origin"""

@@ -55,7 +55,8 @@ def check_resumed(config: Config, resumed: Continuation, vocab_size: int | None)
     before = with_current_names(facts["recipe"])
     lora = {key.removeprefix("lora."): value for key, value in before.items() if key.startswith("lora.")}
     train = config.train.model_copy(update={"freeze": before.get("train.freeze", [])})
-    then = config.model_copy(update={"train": train, "lora": LoraConfig.model_validate(lora)})
+    optim = config.optim.model_copy(update={"groups": []})  # their names may be those of weights trained only now
+    then = config.model_copy(update={"train": train, "lora": LoraConfig.model_validate(lora), "optim": optim})
     rows = config.model.vocab_size or vocab_size or 0
     if then.lora.rank != config.lora.rank:
         raise _not_held(resumed, "its adapters", f"lora.rank was {then.lora.rank}, is {config.lora.rank}")

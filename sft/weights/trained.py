@@ -1,13 +1,12 @@
 """Selects what a run trains: all weights, the weights that train.freeze does not name, or LoRA adapters.
 
-Also finds the weights that Muon updates (optim.name = muon).
+Also finds the weights that Muon updates (optim.name = muon), and those of each group of optim.groups.
 
-With LoRA, embedding and output weight can be trained whole beside the adapters.  train.freeze names Hugging Face
-tensors as lora.targets names Linears: by name, end of a name, or pattern.  The name of a module, such as `embed_tokens`
-or `q_proj`, selects its weight and its bias.
+With LoRA, embedding and output weight can be trained whole beside the adapters.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from sft.config import Config, ModelConfig
 from sft.errors import ConfigError
@@ -16,7 +15,9 @@ from sft.hf.family import Family, TensorMapping
 from sft.hf.model_family import model_family
 from sft.layers.adapters import EMBEDDING, HEAD, Rows, Trained, Weight
 from sft.layers.weights import is_of_layer, weight_of
-from sft.weights.lora.targets import adapted_weights, is_match, nearest
+from sft.weights.lora.targets import adapted_weights
+from sft.weights.param_groups import grouped
+from sft.weights.tensor_names import check_whole, names_of, selected, units
 
 
 def trained_weights(config: Config, vocab_size: int) -> Trained:
@@ -25,23 +26,35 @@ def trained_weights(config: Config, vocab_size: int) -> Trained:
     Raises ConfigError if a name matches nothing, if no family has the tensors of the model, or if the recipe trains a
     block for multi-token prediction that the family does not have.
     """
-    lora, model = config.lora, config.model
+    lora, model, groups = config.lora, config.model, config.optim.groups
     if model.has_mtp:
         _check_mtp(config)
     has_muon = config.optim.has_muon
-    if not lora.is_used and not config.train.freeze and not has_muon:
+    if not lora.is_used and not config.train.freeze and not has_muon and not groups:
         return Trained()
     family = model_family(model)
     if family is None:
-        names = "lora.targets names Linears" if lora.is_used else "train.freeze names tensors"
+        names = "optim.groups names tensors" if groups else "train.freeze names tensors"
+        names = "lora.targets names Linears" if lora.is_used else names
         names = "optim.name = muon updates projections" if has_muon else names
         raise ConfigError(f"{names} of a Hugging Face model, but no table has the tensors of `model`.")
     mappings = list(family.mappings(model, vocab_size))
     muon = projections(mappings) if has_muon else {}
-    if not lora.is_used:
-        whole = unfrozen(config.train.freeze, family, model, mappings) if config.train.freeze else None
-        _check_added(config, None if whole is None else [weight.key for weight in whole])
-        return Trained(whole=whole, muon=muon)
+    trained = _with_adapters(config, vocab_size, mappings) if lora.is_used else _whole(config, family, mappings)
+    return replace(trained, muon=muon, groups=grouped(groups, family, model, mappings, trained))
+
+
+def _whole(config: Config, family: Family, mappings: Sequence[TensorMapping]) -> Trained:
+    """The weights that train.freeze leaves trained."""
+    freeze = config.train.freeze
+    whole = unfrozen(freeze, family, config.model, mappings) if freeze else None
+    _check_added(config, None if whole is None else [weight.key for weight in whole])
+    return Trained(whole=whole)
+
+
+def _with_adapters(config: Config, vocab_size: int, mappings: Sequence[TensorMapping]) -> Trained:
+    """The adapters, and the weights that are trained beside them."""
+    lora = config.lora
     keys = {EMBEDDING: lora.train_embeddings, HEAD: lora.train_head}
     whole = [_weight(mapping) for mapping in mappings if keys.get(mapping.key)]
     rows = {key: value for key, value in keys.items() if isinstance(value, list)}
@@ -50,7 +63,7 @@ def trained_weights(config: Config, vocab_size: int) -> Trained:
             f"lora.train_embeddings or lora.train_head names the id {beyond[0]:,}, but the model has {vocab_size:,} "
             "rows.  Name ids of the tokenizer, or added for those of data.add_tokens."
         )
-    return Trained(adapted=adapted_weights(config, mappings), whole=whole, muon=muon, rows=rows)
+    return Trained(adapted=adapted_weights(config, mappings), whole=whole, rows=rows)
 
 
 def projections(mappings: Iterable[TensorMapping]) -> dict[str, tuple[Rows, ...]]:
@@ -127,14 +140,11 @@ def unfrozen(
     that one of our weights consists of.
     """
     mappings = [mapping for mapping in mappings if not mapping.is_buffer]
-    names = list(dict.fromkeys(name for mapping in mappings for name in _names(mapping)))
-    frozen = {name for pattern in patterns for name in _matches(pattern, names, family, model)}
-    names_of: dict[tuple[str, tuple[int, ...]], list[str]] = {}
-    for mapping in mappings:
-        names_of.setdefault((mapping.parameter, mapping.stack_index), []).extend(_names(mapping))
-    for (parameter, _), of_parameter in names_of.items():
-        _check_whole(parameter, list(dict.fromkeys(of_parameter)), frozen)
-    weights = [_weight(mapping) for mapping in mappings if frozen.isdisjoint(_names(mapping))]
+    names = list(dict.fromkeys(name for mapping in mappings for name in names_of(mapping)))
+    frozen = {name for pattern in patterns for name in selected("train.freeze", pattern, names, family, model)}
+    for unit in units(mappings):
+        check_whole("train.freeze", unit, frozen, "is frozen or trained as a whole")
+    weights = [_weight(mapping) for mapping in mappings if frozen.isdisjoint(names_of(mapping))]
     if not weights:
         raise ConfigError("train.freeze freezes every weight, so that nothing would be trained.  Name fewer weights.")
     return weights
@@ -142,42 +152,3 @@ def unfrozen(
 
 def _weight(mapping: TensorMapping) -> Weight:
     return Weight(key=mapping.key, index=mapping.stack_index, shape=(mapping.num_rows, *mapping.row_shape))
-
-
-def _names(mapping: TensorMapping) -> list[str]:
-    """The names of the Hugging Face tensors of which our weight consists, for example q, k and v for linear_qkv."""
-    return list(dict.fromkeys(view.name for view in mapping.sources))
-
-
-def _module(name: str) -> str:
-    """The module of a tensor: model.norm.weight -> model.norm.  Names without .weight or .bias stay as they are."""
-    return name.removesuffix(".weight").removesuffix(".bias")
-
-
-def _matches(pattern: str, names: Sequence[str], family: Family, model: ModelConfig) -> list[str]:
-    """The names that a pattern selects.  Raises ConfigError if there are none."""
-    if matches := [name for name in names if is_match(pattern, name) or is_match(pattern, _module(name))]:
-        return matches
-    if model.tie_embeddings and is_match(pattern, _module(family.head)):
-        raise ConfigError(
-            f"train.freeze names {pattern!r}, but the output weight of this model is its embedding "
-            f"(model.tie_embeddings).  {_module(family.embedding)} freezes both."
-        )
-    leaves = sorted({_module(name).rpartition(".")[2] for name in names})
-    raise ConfigError(
-        f"train.freeze names {pattern!r}, which matches no tensor of this model.{nearest(pattern, leaves)}  The model "
-        f"has {', '.join(leaves)}, for example {names[-1]}."
-    )
-
-
-def _check_whole(parameter: str, names: Sequence[str], frozen: Iterable[str]) -> None:
-    """Raise ConfigError if only some of the tensors of which our weight consists are frozen."""
-    inside = [name for name in names if name in frozen]
-    if not inside or inside == names:
-        return
-    outside = [name for name in names if name not in inside]
-    raise ConfigError(
-        f"train.freeze names {', '.join(inside)}, but not {', '.join(outside)}.  These are rows of one weight here, "
-        f"{parameter.removeprefix('decoder.layers.')}, which is frozen or trained as a whole.  Name all of "
-        f"{', '.join(_module(name).rpartition('.')[2] for name in names)}, or none of them."
-    )

@@ -1,8 +1,10 @@
-"""train.freeze equals requires_grad = False in transformers, on every layout; frozen weights need no gradients or
-states."""
+"""train.freeze equals requires_grad = False in transformers, and optim.groups equals torch's parameter groups, on every
+layout; frozen weights need no gradients or states."""
 
 import json
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +39,23 @@ STEPS = 10
 FULL, SELECTIVE, TILES = "train.recompute=full", "train.recompute=selective", "train.mlp_tile=24"
 
 
-def recipe(source: Path, freeze: list[str]) -> list[str]:
-    return [*recipe_of(source), *ADAMW, f"model.hf={source}", f"train.freeze={json.dumps(freeze)}"]
+@dataclass(frozen=True)
+class Own:
+    """A group of optim.groups.  names: regular expression of its tensors in transformers"""
+
+    params: list[str]
+    names: str
+    lr_ratio: float = 1.0
+    weight_decay: float = 0.1
+
+    @property
+    def key(self) -> dict[str, Any]:
+        return {"params": self.params, "lr_ratio": self.lr_ratio, "weight_decay": self.weight_decay}
+
+
+def recipe(source: Path, freeze: list[str], groups: Sequence[Own] = ()) -> list[str]:
+    named = [f"train.freeze={json.dumps(freeze)}", f"optim.groups={json.dumps([group.key for group in groups])}"]
+    return [*recipe_of(source), *ADAMW, f"model.hf={source}", *named]
 
 
 def step(engine: Engine) -> None:
@@ -91,16 +108,20 @@ def stored(results: list[dict[str, Any]], key: str, source: Path) -> dict[str, t
     return in_stored_names(source, [{"chunks": result[key]} for result in results])
 
 
-def reference(source: Path, frozen: str) -> tuple[Any, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def reference(
+    source: Path, frozen: str, groups: Sequence[Own]
+) -> tuple[Any, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The transformers model after the steps, its first gradients, and its weights before.  frozen: regular expression
     of names"""
     model = hf.load(source).eval()
     for name, param in model.named_parameters():
         param.requires_grad_(not re.search(frozen, name))
-    trained = [param for param in model.parameters() if param.requires_grad]
-    decays = [{"params": [p for p in trained if p.dim() > 1]}]
-    decays += [{"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0}]
-    adam = torch.optim.AdamW(decays, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    trained, settings = [param for param in model.parameters() if param.requires_grad], []
+    for name, param in model.named_parameters():
+        own = next((group for group in groups if re.search(group.names, name)), Own([], ""))
+        decay = own.weight_decay if param.dim() > 1 else 0.0
+        settings += [{"params": [param], "lr": 1e-3 * own.lr_ratio, "weight_decay": decay}] * param.requires_grad
+    adam = torch.optim.AdamW(settings, betas=(0.9, 0.95), eps=1e-8)
     samples = [sample for pack in packs_of(SHORT) for sample in pack]
     before = stored_gradients(model, lambda param: param.detach())
     for number in range(STEPS):
@@ -113,16 +134,29 @@ def reference(source: Path, frozen: str) -> tuple[Any, dict[str, torch.Tensor], 
 
 
 LAYER_0 = "layers.0.*"
+ATTENTION = Own(["self_attn.*"], r"\.self_attn\.", lr_ratio=3.0)
+TIED = Own(["embed_tokens"], r"embed_tokens", lr_ratio=0.2, weight_decay=0.0)
+OUTPUT = Own(["o_proj"], r"\.o_proj\.", weight_decay=20.0)
+EXPERTS = Own(["experts.*"], r"\.experts\.", lr_ratio=0.5, weight_decay=20.0)
+MLP = Own(["mlp.*", "model.norm"], r"\.mlp\.|^model\.norm", lr_ratio=4.0, weight_decay=10.0)
 
 
 @pytest.mark.parametrize(
-    "family,tied,freeze,frozen,world_size,overrides",
+    "family,tied,freeze,frozen,world_size,overrides,groups",
     [
-        ("llama", False, ["embed_tokens", "lm_head", "mlp.*"], r"embed_tokens|lm_head|\.mlp\.", 2, [*SP, FULL]),
+        ("llama", False, ["embed_tokens", "lm_head", "mlp.*"], r"embed_tokens|lm_head|\.mlp\.", 2, [*SP, FULL], []),
         # stage 0 trains nothing
-        ("qwen3", True, ["embed_tokens", LAYER_0], r"embed_tokens|layers\.0\.", 2, [*PP, FULL]),
-        ("qwen2", False, ["model.*"], r"^model\.", 2, [*CP, *SHARDED]),  # only the output weight is trained
-        ("llama", True, ["q_proj", "k_proj", "v_proj", "*norm"], r"[qkv]_proj|norm", 2, [*PP, SELECTIVE]),
+        ("qwen3", True, ["embed_tokens", LAYER_0], r"embed_tokens|layers\.0\.", 2, [*PP, FULL], [ATTENTION]),
+        ("qwen2", False, ["model.*"], r"^model\.", 2, [*CP, *SHARDED], []),  # only the output weight is trained
+        (
+            "llama",
+            True,
+            ["q_proj", "k_proj", "v_proj", "*norm"],
+            r"[qkv]_proj|norm",
+            2,
+            [*PP, SELECTIVE],
+            [TIED, OUTPUT],
+        ),
         (
             "qwen3_moe",
             False,
@@ -130,10 +164,19 @@ LAYER_0 = "layers.0.*"
             r"embed_tok|experts|mlp\.gate\.",
             2,
             [*EP, *CP],
+            [],
         ),
-        ("mixtral", False, [], r"$^", 2, [*EP, *CP, FULL]),  # nothing is frozen
-        ("qwen3_moe", False, ["layers.0.mlp.experts.*"], r"layers\.0\.mlp\.experts", 2, [*PP, FULL]),
-        ("qwen3", False, ["lm_head", "layers.1.*"], r"lm_head|layers\.1\.", 4, [*SP, *CP, *SHARDED, TILES]),
+        ("mixtral", False, [], r"$^", 2, [*EP, *CP, FULL], [EXPERTS, ATTENTION]),  # nothing is frozen
+        ("qwen3_moe", False, ["layers.0.mlp.experts.*"], r"layers\.0\.mlp\.experts", 2, [*PP, FULL], [EXPERTS]),
+        (
+            "qwen3",
+            False,
+            ["lm_head", "layers.1.*"],
+            r"lm_head|layers\.1\.",
+            4,
+            [*SP, *CP, *SHARDED, TILES],
+            [TIED, MLP],
+        ),
     ],
     ids=str,
 )
@@ -146,12 +189,13 @@ def test_steps_are_those_of_transformers(
     frozen: str,
     world_size: int,
     overrides: Any,
+    groups: list[Own],
 ) -> None:
     """Compares the first gradients and ten steps.  Frozen weights keep their bits, and have no gradients and no
     moments."""
     source = hf.save(tmp_path / "source", family, tied=tied)
-    model, first, before = reference(source, frozen)
-    results = ranks(world_size).run(train, [*recipe(source, freeze), *overrides], str(source))
+    model, first, before = reference(source, frozen, groups)
+    results = ranks(world_size).run(train, [*recipe(source, freeze, groups), *overrides], str(source))
     check_parameters(stored(results, "gradients", source), first, GRADIENT_TOLERANCE)
     after = stored_gradients(model, lambda param: param.detach())
     found = stored(results, "weights", source)

@@ -7,10 +7,12 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -23,6 +25,7 @@ from sft.config.schedule import Schedule
 from sft.layers.adapters import Trained
 from sft.mcore import device as devices
 from sft.mcore.lora import adapted, freeze
+from sft.mcore.lora.factors import PREFIX
 from sft.mcore.optimizer import inner, low_bit_adam, muon, offload
 from sft.mcore.process_groups import ProcessGroups
 from sft.mcore.sharding.core_buffers import ShardParameter
@@ -59,7 +62,7 @@ def build_optimizer(
     )
     if optim.offload_fraction:
         offload.enable_offload(core, optim.offload_fraction)
-    overrides = {**_without_decay(), **_rates(config, chunks, trained)}
+    overrides = {**_without_decay(), **_own(config, chunks, trained)}
     # Core would page-lock a bf16 copy of each offloaded parameter, and drop it for an fp32 copy.
     with devices.WithoutPinning() if optim.offload_fraction else nullcontext():
         optimizer = get_megatron_optimizer(core, chunks, config_overrides=overrides, use_gloo_process_groups=False)
@@ -86,30 +89,57 @@ def _without_decay() -> dict[ParamKey, ParamGroupOverride]:
     return {ParamKey(name="*.bias", predicate=has_none): {"wd_mult": 0.0}}
 
 
-def _rates(
-    config: Config, chunks: list[DistributedDataParallel], trained: Trained
-) -> dict[ParamKey, ParamGroupOverride]:
-    """Overrides for parameters whose learning rate is not optim.lr, or that Muon updates; {} if there are none.
+@dataclass(frozen=True)
+class _Own:
+    """What distinguishes a parameter from those with optim.lr and optim.weight_decay.
+
+    is_muon       whether Muon updates it
+    ratio         learning rate / optim.lr
+    weight_decay  None: optim.weight_decay
+    """
+
+    is_muon: bool = False
+    ratio: float = 1.0
+    weight_decay: float | None = None
+
+    def override(self, optim: OptimConfig) -> ParamGroupOverride:
+        """lr 1e-4, min_lr 1e-5, ratio 16 -> max_lr 1.6e-3, min_lr 1.6e-4"""
+        rates = {"max_lr": optim.lr * self.ratio, "min_lr": optim.min_lr * self.ratio}
+        return {
+            **({} if self.ratio == 1.0 else rates),
+            **({} if self.weight_decay is None else {"start_wd": self.weight_decay, "end_wd": self.weight_decay}),
+            **({muon.UPDATER: "muon"} if self.is_muon else {}),
+        }
+
+
+def _own(config: Config, chunks: list[DistributedDataParallel], trained: Trained) -> dict[ParamKey, ParamGroupOverride]:
+    """Overrides for parameters with a learning rate or a weight decay of their own, or that Muon updates; {} if there
+    are none.
 
     Muon has optim.muon.lr_ratio times the rate of AdamW.  The factor B of every adapter has lora.lr_ratio times the
-    rate of A (LoRA+, arXiv:2402.12354).  The schedule stays the same.
-
-    lr 1e-4, min_lr 1e-5, lr_ratio 16 -> max_lr 1.6e-3, min_lr 1.6e-4
+    rate of A (LoRA+, arXiv:2402.12354).  A group of optim.groups multiplies these rates.  The schedule stays the same.
     """
     optim, lora_ratio = config.optim, config.lora.lr_ratio
-    of_muon = muon.muon_params(chunks, trained) if optim.has_muon else set()
     of_b = {id(b) for factors in adapted.factors_of(chunks) for b in factors.b} if lora_ratio != 1.0 else set()
-    members: dict[tuple[bool, float], set[int]] = defaultdict(set)
-    for param in of_muon | of_b:
-        ratio = (optim.muon.lr_ratio if param in of_muon else 1.0) * (lora_ratio if param in of_b else 1.0)
-        members[param in of_muon, ratio].add(param)
-    return {
-        _key(f"{'muon' if is_muon else 'adam'} x {ratio}", ids): {
-            **({} if ratio == 1.0 else {"max_lr": optim.lr * ratio, "min_lr": optim.min_lr * ratio}),
-            **({muon.UPDATER: "muon"} if is_muon else {}),
-        }
-        for (is_muon, ratio), ids in members.items()
-    }
+    shards = muon.shards_of(chunks) if optim.has_muon or optim.groups else {}
+    members: dict[_Own, set[int]] = defaultdict(set)
+    for param in shards.keys() | of_b:
+        parts = [shard for _, shard in shards.get(param, [])]
+        is_muon = optim.has_muon and muon.updates(parts[0].key, trained)
+        (group,) = {_group(part, trained) for part in parts} or {None}
+        given = None if group is None else optim.groups[group]
+        ratio = (optim.muon.lr_ratio if is_muon else 1.0) * (lora_ratio if param in of_b else 1.0)
+        own = _Own(is_muon, ratio * given.lr_ratio, given.weight_decay) if given else _Own(is_muon, ratio)
+        if own != _Own():
+            members[own].add(param)
+    return {_key(str(own), ids): own.override(optim) for own, ids in members.items()}
+
+
+def _group(shard: ShardedTensor, trained: Trained) -> int | None:
+    """The group of optim.groups that has the weight or the adapter of which `shard` is a part."""
+    if shard.key.startswith(PREFIX):
+        return trained.groups.get((shard.key.removeprefix(PREFIX).rpartition(".lora_")[0], ()))
+    return trained.groups.get((shard.key, tuple(shard.global_offset[: shard.prepend_axis_num])))
 
 
 def _key(name: str, ids: Collection[int]) -> ParamKey:

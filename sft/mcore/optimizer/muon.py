@@ -201,16 +201,16 @@ def factor(scale: str, num_rows: int, num_columns: int) -> float:
     return sqrt(max(1, num_rows / num_columns))
 
 
-def muon_params(chunks: Iterable[Any], trained: Trained) -> set[int]:
-    """The ids of the weights and factors on this rank that Muon updates."""
-    return {param for param, shards in _shards(chunks).items() if _projections(shards[0][1].key, trained) is not None}
+def updates(key: str, trained: Trained) -> bool:
+    """Whether Muon updates the weight or the factor with this key in a checkpoint."""
+    return _projections(key, trained) is not None
 
 
 def install(
     optimizer: MegatronOptimizer, config: MuonConfig, chunks: Iterable[Any], trained: Trained, groups: ProcessGroups
 ) -> None:
     """Let Muon update the groups of `optimizer` that UPDATER marks.  Collective over all ranks."""
-    cores, shards, stage = all_chained(optimizer), _shards(chunks), groups.collection.tp_dp_cp
+    cores, shards, stage = all_chained(optimizer), shards_of(chunks), groups.collection.tp_dp_cp
     held: list[list[Held]] = []
     inners: list[Muon | None] = []
     for core in cores:
@@ -287,7 +287,8 @@ def _projections(key: str, trained: Trained) -> tuple[Rows, ...] | None:
     return () if key.startswith(PREFIX) else trained.muon.get(key)
 
 
-def _shards(chunks: Iterable[Any]) -> dict[int, Any]:
+def shards_of(chunks: Iterable[Any]) -> dict[int, Any]:
+    """The result of `shards_by_param` for the weights and adapters of all model chunks of this rank."""
     chunks = list(chunks)
     states = [chunk.module.sharded_state_dict() for chunk in chunks]
     return shards_by_param([*adapted.leaves(chunks), *states])

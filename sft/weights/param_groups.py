@@ -12,7 +12,7 @@ from sft.config.param_group import ParamGroup
 from sft.errors import ConfigError
 from sft.hf.family import Family, TensorMapping
 from sft.layers.adapters import Trained, names_of
-from sft.weights.tensor_names import Unit, check_whole, selected, units
+from sft.weights.tensor_names import NamedWeight, check_whole, selected, units
 
 
 def grouped(
@@ -61,10 +61,10 @@ def grouped(
     return {key: numbers[unit.names[0]] for unit in members if unit.names[0] in numbers for key in unit.keys}
 
 
-def _adapters(trained: Trained) -> list[Unit]:
+def _adapters(trained: Trained) -> list[NamedWeight]:
     """The adapters.  The adapters of a layer's experts are one tensor."""
     return [
-        Unit(
+        NamedWeight(
             parameter=f"the adapters of {adapter.name}",
             names=[adapter.tensor] if adapter.tensor else names_of(adapter.name, range(weight.num_experts)),
             keys=[(adapter.name, ())],

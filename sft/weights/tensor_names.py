@@ -14,7 +14,7 @@ from sft.weights.lora.targets import is_match, nearest
 
 
 @dataclass(frozen=True)
-class Unit:
+class NamedWeight:
     """One of our weights, and what it consists of in files and in checkpoints.
 
     parameter  "decoder.layers.self_attention.linear_qkv.weight"
@@ -29,14 +29,14 @@ class Unit:
     is_vector: bool
 
 
-def units(mappings: Iterable[TensorMapping]) -> list[Unit]:
+def units(mappings: Iterable[TensorMapping]) -> list[NamedWeight]:
     """Our weights.  mappings: the family's mappings for the model"""
     by_weight: dict[tuple[str, tuple[int, ...]], list[TensorMapping]] = {}
     for mapping in mappings:
         if not mapping.is_buffer:
             by_weight.setdefault((mapping.parameter, mapping.stack_index), []).append(mapping)
     return [
-        Unit(
+        NamedWeight(
             parameter=parameter,
             names=list(dict.fromkeys(name for mapping in listed for name in names_of(mapping))),
             keys=list(dict.fromkeys((mapping.key, mapping.stack_index) for mapping in listed)),
@@ -72,7 +72,7 @@ def selected(key: str, pattern: str, names: Sequence[str], family: Family, model
     )
 
 
-def check_whole(key: str, unit: Unit, chosen: Collection[str], rule: str) -> None:
+def check_whole(key: str, unit: NamedWeight, chosen: Collection[str], rule: str) -> None:
     """Raise ConfigError if only some of the tensors of which our weight consists are chosen.
 
     rule: what holds for the weight as a whole

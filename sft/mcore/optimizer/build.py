@@ -91,7 +91,7 @@ def _without_decay() -> dict[ParamKey, ParamGroupOverride]:
 
 @dataclass(frozen=True)
 class _Own:
-    """What distinguishes a parameter from those with optim.lr and optim.weight_decay.
+    """The difference of a parameter from those with optim.lr and optim.weight_decay.
 
     is_muon       whether Muon updates it
     ratio         learning rate / optim.lr
@@ -127,9 +127,11 @@ def _own(config: Config, chunks: list[DistributedDataParallel], trained: Trained
         parts = [shard for _, shard in shards.get(param, [])]
         is_muon = optim.has_muon and muon.updates(parts[0].key, trained)
         (group,) = {_group(part, trained) for part in parts} or {None}
-        given = None if group is None else optim.groups[group]
+        own_group = None if group is None else optim.groups[group]
         ratio = (optim.muon.lr_ratio if is_muon else 1.0) * (lora_ratio if param in of_b else 1.0)
-        own = _Own(is_muon, ratio * given.lr_ratio, given.weight_decay) if given else _Own(is_muon, ratio)
+        own = _Own(is_muon, ratio)
+        if own_group is not None:
+            own = _Own(is_muon, ratio * own_group.lr_ratio, own_group.weight_decay)
         if own != _Own():
             members[own].add(param)
     return {_key(str(own), ids): own.override(optim) for own, ids in members.items()}

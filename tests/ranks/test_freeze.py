@@ -100,7 +100,7 @@ def train(overrides: list[str], folder: str) -> dict[str, Any]:
             "gradient numbers": sum(
                 buffer.grad_data.numel() for c in engine.chunks for buffer in (*c.buffers, *c.expert_parallel_buffers)
             ),
-            "moments": sum(part.tensors["exp_avg"].numel() for part in optimizer_slices(engine.optimizer)),
+            "moments": sum(len(part.tensors.get("exp_avg", ())) for part in optimizer_slices(engine.optimizer)),
         }
 
 

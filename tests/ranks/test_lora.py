@@ -194,7 +194,7 @@ def train(overrides: list[str], folder: str, values: dict[str, torch.Tensor], pa
             "gradients": sum(
                 b.grad_data.numel() for c in engine.chunks for b in (*c.buffers, *c.expert_parallel_buffers)
             ),
-            "moments": sum(len(part.tensors["exp_avg"]) for part in optimizer_slices(engine.optimizer)),
+            "moments": sum(len(part.tensors.get("exp_avg", ())) for part in optimizer_slices(engine.optimizer)),
         }
 
 

@@ -191,7 +191,7 @@ def test_an_export_shares_the_trained_embedding_with_a_block_that_is_not_trained
     source, _ = models("glm4_moe")
     run, copies = tmp_path / "run", {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
     kept.keep(open_source(source), run / "hf")
-    overrides = recipe(source, ["optim.lr=1e-2", "checkpoint.async_save=false"])
+    overrides = [*recipe_of(source), "optim.lr=1e-2", "checkpoint.async_save=false"]
     ranks(1).run(train_and_save, overrides, str(source), str(run / "checkpoints"), [])
     export_hf(run, tmp_path / "exported", QUIET)
     before, after = hf.tensors(source), hf.tensors(tmp_path / "exported")

@@ -100,7 +100,7 @@ def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer
         except DataError as error:
             reason = f"{error}{(advice := hint(file, content))}"  # the advice is about the whole file
             if data.on_bad_row == "error":
-                raise DataError(f"{row_name(file, number)}: {reason}{'' if advice else _WAY_OUT}") from error
+                raise DataError(f"{row_name(file, number)}: {reason}{_way_out(reason, advice)}") from error
             rejects.append(Reject(number, as_unicode(reason)))  # errors may quote half a surrogate pair
             continue
         read = () if of_row is None else (KEY, *ORIGIN)
@@ -132,6 +132,11 @@ def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer
         to_tables(trees, [len(sample.tokens) for sample in samples]) if data.turns == "each" else None,
         None if reader is None else reader.table([sample.teacher for sample in samples]),
     )
+
+
+def _way_out(reason: str, advice: str) -> str:
+    """The advice on bad rows; empty if the reason names a key that helps, or if `advice` is about the whole file."""
+    return "" if advice or "data." in reason else _WAY_OUT
 
 
 def _samples(number: int, row: Encoding, data: DataConfig) -> Iterator[RowSample]:

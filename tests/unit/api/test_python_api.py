@@ -152,6 +152,7 @@ def test_evaluate_returns_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
         return "runs/a/checkpoints/iter_0000007", 7, {"chat": {"lm loss": 2.5}, "code": {"lm loss": None}}
 
     monkeypatch.setitem(sys.modules, "sft.evaluation.held_out", SimpleNamespace(main=stand_in))
+    monkeypatch.setattr("sft.api.evaluation.check_source", lambda source: None)  # there is no such run
     recipe = sft.load("a.yaml", {"data.eval": "a.jsonl"})
     found = sft.evaluate(recipe, Path("runs/a"), file="scores.json")
     assert asked == [(1, "runs/a", Path("scores.json"), False)]

@@ -151,6 +151,6 @@ def test_a_run_that_is_done_stays_done(folder: Path) -> None:
     begun, before = lifecycle._begin(folder, lambda: 10)
     assert facts(folder)["status"] == "running" and before is not None
     error = DataError("a.jsonl is not prepared")
-    status.fail(folder, begun.start_id, error, rank=0, step=10, done=before)
+    status.fail(folder, begun.start_id, error, rank=0, step=10, finished=before)
     status.fail(folder, begun.start_id, PeerError("rank 0 is gone"), rank=1, step=10)
     assert facts(folder) == done and main(["status", "a.yaml"]) == 0

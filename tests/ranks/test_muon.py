@@ -90,7 +90,7 @@ def followed(overrides: Sequence[str]) -> dict[str, Any]:
             reference.step()
 
         loader = scenarios.loader_of(engine)
-        engine.optimizer.step_with_ready_grads = _before(
+        engine.optimizer.step_with_ready_grads = before(
             engine.optimizer.step_with_ready_grads, lambda: follow(engine.optimizer.param_groups[-1]["lr"])
         )
         for step in range(STEPS):
@@ -104,7 +104,7 @@ def followed(overrides: Sequence[str]) -> dict[str, Any]:
         }
 
 
-def _before(call: Any, action: Any) -> Any:
+def before(call: Any, action: Any) -> Any:
     def both() -> Any:
         action()
         return call()

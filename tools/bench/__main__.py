@@ -28,6 +28,7 @@ SUBJECTS = {
     "dynamic_cp": "a CP size for each pack, compared with a fixed size and with megatron-core's scheduler",
     "checkpoint": "time of saves and loads and stalls of training, compared with torch.save and torch.load",
     "long_questions": "the questions of sft eval --long on a CPU, compared with a plain evaluation of the same tokens",
+    "optimizer": "updates of weights by each optimizer on a CPU: ratios of CPU times",
     "recompute": "whole steps with each train.recompute on a CPU: ratios of times and of counted FLOPs",
 }
 

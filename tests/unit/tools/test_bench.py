@@ -25,6 +25,7 @@ NUM_ROWS = {  # number of rows of a tiny run
     "dynamic_cp": 1,
     "checkpoint": 11,
     "long_questions": 2,
+    "optimizer": 5,
     "recompute": 3,
 }
 NUM_ABSENT = {"attention": 2, "kernels": 15, "delta_passes": 1}  # rows of kernels that need CUDA

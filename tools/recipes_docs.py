@@ -21,7 +21,7 @@ tools/recipes_docs.py generates this page from [recipes/](../../recipes).
 ## Written by hand
 
 A recipe of GPUs is for cards of 80 GB in nodes of 8. Comments in each recipe have the command, the calculated memory
-and related recipes. The two demos were measured on CPUs; **no other recipe has run on GPUs yet.**
+and related recipes. The two demos ran on CPUs. **No recipe has run on a GPU yet.**
 """
 _PLANNED = """
 ## Written by the planner

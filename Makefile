@@ -85,7 +85,7 @@ demo: $(READY)
 demo-text: $(READY)
 	@echo "== questions about Python's documentation; runs/demo of an earlier demo is removed"
 	rm -rf runs/demo
-	$(BIN)/python -m tools.make_demo_corpus --out runs/demo-data --samples 240
+	$(BIN)/python -m tools.make_demo_corpus --out runs/demo-data --samples 170
 	$(BIN)/sft data prepare recipes/demo.yaml
 	$(BIN)/sft train recipes/demo.yaml --processes 2
 	$(BIN)/sft plot runs/demo

@@ -167,6 +167,7 @@ MLP = Own(["mlp.*", "model.norm"], r"\.mlp\.|^model\.norm", lr_ratio=4.0, weight
             [],
         ),
         ("mixtral", False, [], r"$^", 2, [*EP, *CP, FULL], [EXPERTS, ATTENTION]),  # nothing is frozen
+        ("deepseek_v3", False, ["o_proj"], r"o_proj", 2, [*EP, *CP], []),
         ("qwen3_moe", False, ["layers.0.mlp.experts.*"], r"layers\.0\.mlp\.experts", 2, [*PP, FULL], [EXPERTS]),
         (
             "qwen3",

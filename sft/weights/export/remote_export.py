@@ -13,10 +13,10 @@ from sft.console import Console, size
 from sft.errors import CheckpointError, ConfigError, first_few
 from sft.files.file_digest import entry_of
 from sft.files.object_store import ObjectStore
-from sft.hf.hub import CONFIG
+from sft.hf.hub import ADAPTERS, CONFIG
 from sft.weights.export.export_hf import export_hf
 
-_LAST = (CONFIG, "adapter_config.json")
+_LAST = (CONFIG, ADAPTERS)
 
 
 def export_to_store(source: Path, url: str, console: Console, **options: Any) -> tuple[Path, int]:

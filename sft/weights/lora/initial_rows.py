@@ -38,11 +38,11 @@ def rows_of(source: str, adapter: folder.PeftAdapter, family: Family, config: Co
     Raises CheckpointError for rows of another weight, or of a tied output weight alone.
     """
     rows, unknown = by_key(adapter.contents.rows, family, config)
-    first, embedding = (
-        module_of(name, has_vision=family.text_config != "none")
-        for name in (*rows.get(EMBEDDING, [family.embedding])[:1], family.embedding)
+    tied, has_vision = rows.get(EMBEDDING, []), family.text_config != "none"
+    has_embedding = module_of(family.embedding, has_vision=has_vision) in (
+        module_of(name, has_vision=has_vision) for name in tied
     )
-    if unknown := unknown or (rows[EMBEDDING] if first != embedding else []):
+    if unknown := unknown or ([] if has_embedding else tied):
         raise CheckpointError(
             f"{source} holds rows of {shown(unknown)} ({token_rows.OPTION}), but this trainer trains rows only of the "
             "embedding, and of an output weight that is not tied to it.  Use an adapter without them."

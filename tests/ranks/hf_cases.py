@@ -198,6 +198,7 @@ CASES: dict[str, Case] = {
         "one+selective tp_ep pp_cp+full",
         f"{MIXTURE} dp_sharded tp4 cp_dp",
     ),
+    "kimi_k2": Case(dict(family="kimi_k2"), "", "tp_cp_ep+selective"),
     "flash": Case(dict(family="glm4_moe_lite"), "", MIXTURE),
     "mistral4": Case(dict(family="mistral4"), "tp_cp_ep pp_cp+full", f"{MIXTURE} dp_sharded tp_dp"),
     # A latent has 84 elements; keys and values of a rank have 136 elements with tp 1, and 68 with tp 2.
@@ -227,6 +228,7 @@ CASES: dict[str, Case] = {
         dict(family="muse_glimmer"), "tp_cp+selective tp_virtual", f"{DENSE + DEEP} tp_tiles cp_dp tp_dp"
     ),
     "step": Case(dict(family="step3p7"), "tp_cp_ep+selective", MIXTURE + DEEP),
+    "step3p5": Case(dict(family="step3p5"), "", "tp_cp_ep+selective"),
 }
 
 

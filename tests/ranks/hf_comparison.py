@@ -26,7 +26,7 @@ from tests.ranks.hf_models import (
 from tests.ranks.layouts import CP, EP, PP, SHARDED, SP, TP
 from tests.ranks.pool import Ranks
 from tests.ranks.scenarios import check_parameters
-from tests.unit.fixtures import hf, vision
+from tests.unit.fixtures import families, hf, vision
 
 Layout = tuple[int, Sequence[str]]  # number of ranks, overrides of the recipe
 # The gradient of the decay of linear attention is a sum over all tokens whose terms cancel.  Our gradients differ by at
@@ -101,6 +101,8 @@ def _saved(source: Path, family: str, **fields: Any) -> Model:
 
 def form_of(family: str) -> Any:
     """The module that makes and loads models of a family."""
+    if family in families.WITHOUT_TYPE:
+        return families
     return vision if family.partition(" ")[0] in vision.VISION else hf
 
 

@@ -12,11 +12,12 @@ from sft.console import QUIET
 from sft.hf.source import open_source
 from sft.weights import kept
 from sft.weights.export.export_hf import export_hf
+from tests.ranks.hf_comparison import form_of
 from tests.ranks.hf_models import TOKEN_LOSS_TOLERANCE, VISIBLE, check_losses, packs_of, recipe_of
 from tests.ranks.layouts import CP, EP, PP, SP, TP
 from tests.ranks.pool import Ranks
 from tests.ranks.saving import train_and_save
-from tests.unit.fixtures import hf, vision
+from tests.unit.fixtures import families, hf, vision
 
 # Two large steps make tiny models with linear attention sensitive: single token losses differ from float64 by up to
 # 2.4e-5 here, and by up to 1.6e-5 in transformers' fp32.  The root mean square of the differences is equal, 1e-6 to
@@ -36,13 +37,14 @@ CASES: list[Any] = [
     *(pytest.param(family, layout, marks=pytest.mark.grid) for family in hf.FAMILIES for layout in (CP, SP, PP)),
     *(pytest.param(family, EP, marks=pytest.mark.grid) for family in hf.BIASED_FAMILIES if family != "glm4_moe"),
     *(pytest.param(family, layout, marks=pytest.mark.grid) for family in vision.VISION for layout in (CP, SP, PP)),
+    *(pytest.param(family, CP, marks=pytest.mark.grid) for family in families.WITHOUT_TYPE),
 ]
 
 
 @pytest.mark.card("export")
 @pytest.mark.parametrize("family,layout", CASES, ids=lambda v: " ".join(v) if isinstance(v, list) else str(v))
 def test_a_trained_model_in_transformers(ranks: Ranks, tmp_path: Path, family: str, layout: list[str]) -> None:
-    models = vision if family in vision.VISION else hf
+    models = form_of(family)
     source = models.save(tmp_path / "source", family)
     overrides = [*recipe_of(source), "optim.lr=1e-2", "checkpoint.async_save=false", *layout]
     overrides += ["model.moe.bias_update_rate=0.01"] if family in hf.CORRECTED else []

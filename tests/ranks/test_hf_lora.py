@@ -59,7 +59,7 @@ _MORE_MIXTURES = (
     *("granitemoehybrid", "mistral4", "afmoe", "mimo", "step", "ernie_moe", "hunyuan_moe", "solar_open", "hy_v3"),
     *("exaone_moe", "dots1", "granitemoe_swa", "kimi_k25", "qwen3 moe", "mixtral", "granitemoe", "qwen2_moe", "olmoe"),
     *("glm4_moe", "minimax_m2", "gemma4_vision", "qwen3_vl_moe", "qwen3_5_moe_text", "qwen3_5_moe_vision"),
-    "mistral3/mistral4",
+    *("mistral3/mistral4", "kimi_k2", "step3p5"),
 )
 MORE = {**dict.fromkeys(_MORE_DENSE, DENSE), **dict.fromkeys(_MORE_MIXTURES, MIXTURE)}
 DELTA_RULE = ("olmo_hybrid", "kimi_linear", "ling", "qwen3_5_moe_text", "qwen3_5_moe_vision", "qwen3_5_vision")

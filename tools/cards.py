@@ -280,11 +280,12 @@ def summary(before: str) -> str:
     failed = [card["family"] for card in cards if card["verdict"] == FAILED]
     tests = sum(line["tests"] for card in cards for line in card["checks"].values())
     dates = sorted({card["date"] for card in cards})
+    passed = "All" if count[PASSED] == len(cards) else f"{count[PASSED]} of"
+    others = [f"{count[PARTLY]} are partly tested", f"{count[FAILED]} failed: {', '.join(failed)}"]
+    others = [other for other, name in zip(others, (PARTLY, FAILED)) if count[name]]
     text = (
-        f"**{count[PASSED]} of {len(cards)} families pass all {len(CHECKS)} checks of their "
-        f"[card](docs/cards/index.md)**: {', '.join(CHECKS)}.  The models are small and random.  {count[PARTLY]} are "
-        f"partly tested, {count[FAILED]} failed{': ' if failed else ''}{', '.join(failed)} "
-        f"({tests:,} tests, {dates[-1]})."
+        f"**{passed} {len(cards)} families pass all {len(CHECKS)} checks of their [card](docs/cards/index.md)**: "
+        f"{', '.join(CHECKS)}. {'; '.join([*others, ''])}{tests:,} tests of small random models, {dates[-1]}."
     )
     return page_text.replaced(before, BEGIN, END, "\n".join(["", *page_text.folded(text), "", ""]))
 

@@ -97,7 +97,7 @@ def llms_text(before: str) -> str:
                 own.append(_page_entry(title, pages))
                 continue
             lines += ["", f"## {title}", ""]
-            lines += [_page_entry(*_named(page)) for page in pages]
+            lines += [_page_entry(*_named(page)) for page in _flat(pages)]
     return "\n".join([*lines, "", "## Optional", "", *own, ""])
 
 
@@ -106,6 +106,13 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_multi_constructor("", lambda loader, suffix, node: None)
+
+
+def _flat(pages: list[Any]) -> Iterator[Any]:
+    """The pages of a group, also those of the groups in it."""
+    for page in pages:
+        inner = next(iter(page.values())) if isinstance(page, dict) else page
+        yield from _flat(inner) if isinstance(inner, list) else (page,)
 
 
 def _named(page: Any) -> tuple[str, str]:

@@ -1,20 +1,24 @@
 """Draws docs/pictures/layouts.svg: the loss of one recipe on eight layouts, and how far each is from one process.
 
-    python -m tools.plot_layouts                     trains eight times (a few minutes on two idle cores), and draws
+    python -m tools.plot_layouts                     trains eleven times (a few minutes on two idle cores), and draws
     python -m tools.plot_layouts --runs build/mine   keeps its runs there; runs that are done are not repeated
 
 Trains a model of 0.4M parameters in fp32 on the short chats of the demo's corpus, with real megatron-core on gloo, as
-`sft train` does.  Needs matplotlib.
+`sft train` does.  Three more runs on cp 4 have a deliberate fault of tests/mutations/faults, in a copy of sft/: they
+show what the difference would be.  Needs matplotlib.
 """
 
 import argparse
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import matplotlib
 import numpy as np
+import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
@@ -46,9 +50,22 @@ LAYOUTS = {
     "tp 2 x cp 2": (4, ("parallel.tp=2", "parallel.cp=2")),
     "pp 2 x cp 2": (4, ("parallel.pp=2", "parallel.cp=2")),
 }
+FAULTY = "cp 4"  # layout of the runs with a fault
+# What the picture says -> file of tests/mutations/faults, and the fault's name in it.
+FAULTS = {
+    "labels shifted after the cut": (
+        "context_parallel.yaml",
+        "the labels of a rank's last tokens are its own next tokens, shifted after the cut",
+    ),
+    "wrong positions in late chunks": (
+        "context_parallel.yaml",
+        "the positions of a rank's late chunk go on from its early one",
+    ),
+    "each rank divides by its own tokens": ("engine.yaml", "each context-parallel rank divides by its own count"),
+}
 PROMISED = 1e-6  # relative difference; the tolerance with which tests/ranks compares the curves of layouts
 COLORS = ["#1b1b1b", "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8a6d00"]
-INK, FAINT = "#222222", "#888888"
+INK, FAINT, FAULT = "#222222", "#888888", "#b3001b"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -59,8 +76,9 @@ def main(argv: list[str] | None = None) -> None:
     settings = [f"data.train={folder}/chats.jsonl", f"data.cache_dir={folder}/cache", f"run.dir={folder}"]
     prepare = [sys.executable, "-m", "sft", "data", "prepare", str(folder / "recipe.yaml"), *settings]
     subprocess.run(prepare, cwd=ROOT, check=True)
-    curves = {name: losses(train(folder, name)) for name in LAYOUTS}
-    draw(curves, PAGE)
+    curves = {name: losses(train(folder, name, name)) for name in LAYOUTS}
+    faulty = {name: losses(train(folder, name, FAULTY, with_fault(folder, *FAULTS[name]))) for name in FAULTS}
+    draw(curves, faulty, PAGE)
     print(PAGE)
 
 
@@ -75,9 +93,23 @@ def write_inputs(folder: Path) -> None:
         (folder / "chats.jsonl").write_text("".join(row for row in rows if len(row) <= LONGEST))
 
 
-def train(folder: Path, name: str) -> Path:
-    """Trains on this layout, and returns the run folder.  A run that is already done is not repeated."""
-    world_size, settings = LAYOUTS[name]
+def with_fault(folder: Path, file: str, name: str) -> Path:
+    """A folder with a copy of sft/ that has this fault of tests/mutations/faults."""
+    faults = yaml.safe_load((ROOT / "tests/mutations/faults" / file).read_text(encoding="utf-8"))
+    fault = next(fault for fault in faults if fault["fault"] == name)
+    copy = folder / "faults" / f"{Path(fault['file']).stem}-{faults.index(fault)}"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(ROOT / "sft", copy / "sft", ignore=shutil.ignore_patterns("__pycache__"))
+    source = (copy / fault["file"]).read_text(encoding="utf-8")
+    assert source.count(fault["line"]) == 1, f"{file} must quote one line of {fault['file']}"
+    (copy / fault["file"]).write_text(source.replace(fault["line"], fault["becomes"]), encoding="utf-8")
+    return copy
+
+
+def train(folder: Path, name: str, layout: str, code: Path = ROOT) -> Path:
+    """Trains on this layout with the package sft/ of `code`, and returns the run folder.  A run that is already done is
+    not repeated."""
+    world_size, settings = LAYOUTS[layout]
     run = folder / name.replace(", ", "-").replace(" ", "")
     settings = (
         *settings,
@@ -89,7 +121,8 @@ def train(folder: Path, name: str) -> Path:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
         command = [sys.executable, *launcher, "-m", "sft", "train", str(folder / "recipe.yaml"), *settings]
         print(f"{name}: {' '.join(settings)}", flush=True)
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        own = os.environ | {"PYTHONPATH": str(code)}
+        subprocess.run(command, cwd=code, env=own, check=True, stdout=subprocess.DEVNULL)
     return run
 
 
@@ -99,37 +132,42 @@ def losses(run: Path) -> np.ndarray:
     return np.array([steps[step]["lm loss"] for step in sorted(steps)], dtype=float)
 
 
-def differences(curves: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """For each layout but the first, float64 [steps]: the relative difference of its loss from that of the first."""
-    first, *others = curves
-    return {name: np.abs(curves[name] - curves[first]) / curves[first] for name in others}
+def difference(curve: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    """float64 [steps]: the relative difference of a loss from the reference; NaN where they are equal."""
+    values = np.abs(curve - reference) / reference
+    return np.where(values > 0, values, np.nan)
 
 
 @matplotlib.rc_context({"svg.hashsalt": "sft", "svg.fonttype": "none", "font.family": "sans-serif"})
-def draw(curves: dict[str, np.ndarray], file: Path) -> None:
-    """Draws the losses of the layouts, and their differences from the first layout, into an SVG file."""
-    figure = Figure(figsize=(9.0, 3.7), layout="constrained", facecolor="white")
-    left, right = figure.subplots(1, 2, width_ratios=[1.35, 1])
-    steps = np.arange(1, len(next(iter(curves.values()))) + 1)
+def draw(curves: dict[str, np.ndarray], faulty: dict[str, np.ndarray], file: Path) -> None:
+    """Draws the losses of the layouts, and the differences of right and faulty runs from the first layout, into an SVG
+    file."""
+    figure = Figure(figsize=(9.0, 4.2), layout="constrained", facecolor="white")
+    left, right = figure.subplots(1, 2, width_ratios=[1, 1.25])
+    reference = next(iter(curves.values()))
+    steps = np.arange(1, len(reference) + 1)
     for number, (name, values) in enumerate(curves.items()):
         # The widest line is drawn first, so that all eight lines are visible where they coincide.
         width = 1.0 + 1.1 * (len(curves) - 1 - number)
         left.plot(steps, values, color=COLORS[number], linewidth=width, label=name, solid_capstyle="round")
+        if number > 0:
+            right.plot(steps, difference(values, reference), ".", color=COLORS[number], markersize=5)
     left.set_title("one recipe, eight layouts, one curve", loc="left", color=INK, fontsize=12, fontweight="bold")
     left.set_ylabel("loss, nats per supervised token")
-    legend = left.legend(frameon=False, ncols=2, fontsize=10, labelcolor=INK, handlelength=1.6)
+    legend = left.legend(frameon=False, ncols=2, fontsize=9, labelcolor=INK, handlelength=1.6)
     for line in legend.get_lines():
         line.set_linewidth(4)
-    for number, (_, values) in enumerate(differences(curves).items(), 1):
-        shown = np.where(values > 0, values, np.nan)
-        right.plot(steps, shown, ".", color=COLORS[number], markersize=5)
+    for marker, (name, values) in zip("x+^", faulty.items()):
+        right.plot(steps, difference(values, reference), marker, color=FAULT, markersize=4, label=name)
+    kinds = right.legend(title="deliberate faults, cp 4", frameon=False, fontsize=9, labelcolor=INK, loc="upper right")
+    kinds.get_title().set_fontsize(9)
     right.axhline(PROMISED, color=INK, linewidth=1, linestyle=(0, (4, 3)))
-    right.text(steps[-1], PROMISED * 1.25, "promised: 1e-6", ha="right", va="bottom", color=INK, fontsize=9)
+    right.text(steps[-1], PROMISED * 1.4, "the tests allow 1e-6", ha="right", va="bottom", color=INK, fontsize=9)
     right.set_yscale("log")
-    right.set_ylim(3e-10, 4e-6)
+    right.set_ylim(3e-10, 30)
     right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}".replace("e-0", "e-")))
     right.set_title("difference from one process", loc="left", color=INK, fontsize=12, fontweight="bold")
-    right.set_ylabel("relative")
+    right.set_ylabel("relative difference of the loss")
     for axes in (left, right):
         _plain(axes)
     figure.savefig(file, metadata={"Date": None})

@@ -48,7 +48,8 @@ def check_run(
             f"the data fill {num_packs} of the {num_full} packs of a step (train.global_batch_size = {num_full}), and "
             "the other packs are empty; lower train.global_batch_size or data.seq_length"
         )
-    warnings += [*_rate_warnings(config), *_batch_warnings(config, num_packs), *_node_warnings(config)]
+    warnings += [*_best_warnings(config), *_rate_warnings(config)]
+    warnings += [*_batch_warnings(config, num_packs), *_node_warnings(config)]
     problems = [*kernel_keys.problems(config)]
     if num_steps is not None:
         try:
@@ -79,16 +80,21 @@ def _step_warnings(config: Config, num_steps: int) -> Iterator[str]:
         yield f"checkpoint.save_every = {saves}, but {ends}: {saved}"
     if evaluations is not None and evaluations > num_steps:
         yield f"train.eval_every = {evaluations}, but {ends}: only its start and its end are evaluated"
+    for name in ("memory", "torch"):
+        late = [step for step in getattr(config.profile, name).steps or () if step > num_steps]
+        if late:
+            yield f"profile.{name}.steps has step {', '.join(map(str, late))}, but {ends}: nothing is recorded then"
+
+
+def _best_warnings(config: Config) -> Iterator[str]:
+    """Yields a warning if some saved steps cannot become the best checkpoint."""
+    saves, evaluations = config.checkpoint.save_every, config.train.eval_every
     if config.checkpoint.keep_best and saves is not None and (evaluations is None or saves % evaluations):
         interval = "is null" if evaluations is None else f"= {evaluations}"
         yield (
             f"checkpoint.keep_best compares saved steps that are also evaluated, but train.eval_every {interval} and "
             f"checkpoint.save_every = {saves}; make save_every a multiple of eval_every"
         )
-    for name in ("memory", "torch"):
-        late = [step for step in getattr(config.profile, name).steps or () if step > num_steps]
-        if late:
-            yield f"profile.{name}.steps has step {', '.join(map(str, late))}, but {ends}: nothing is recorded then"
 
 
 def _rate_warnings(config: Config) -> Iterator[str]:

@@ -1,8 +1,6 @@
 """`import sft`: its imports, the results and refusals of each function, and that the command line calls these
 functions."""
 
-import inspect
-import re
 import subprocess
 import sys
 import threading
@@ -267,25 +265,6 @@ def test_every_function_says_what_it_raises() -> None:
     assert set(FUNCTIONS) <= set(sft.__all__)
     for name in FUNCTIONS:
         assert "Raises " in (getattr(sft, name).__doc__ or ""), name
-
-
-def test_the_python_of_the_readme_fits_the_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The calls in the README are only bound to the signatures, not made: they need GPUs and a hub."""
-    (block,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    called = []
-
-    def bound(name: str, signature: inspect.Signature) -> Callable[..., object]:
-        def call(*arguments: object, **options: object) -> object:
-            signature.bind(*arguments, **options)
-            called.append(name)
-            return SimpleNamespace(folder="runs/a")
-
-        return call
-
-    for name in FUNCTIONS:
-        monkeypatch.setattr(sft, name, bound(name, inspect.signature(getattr(sft, name))), raising=False)
-    exec(block, {})
-    assert called == ["load", "prepare", "train", "export"]
 
 
 def test_a_recipe_from_a_mapping_and_its_repr() -> None:

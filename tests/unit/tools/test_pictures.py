@@ -13,7 +13,7 @@ from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
 from tools import layer_kinds, pages, plot_cp
 from tools.bench.__main__ import SUBJECTS
-from tools.plot_layouts import LAYOUTS, RECIPE, differences, draw
+from tools.plot_layouts import FAULTS, LAYOUTS, RECIPE, ROOT, difference, draw, with_fault
 
 SHOWN = re.compile(r"!\[[^\]]*\]\(([^)]*pictures/([^)/]+))\)")
 
@@ -74,14 +74,24 @@ def test_each_layout_takes_all_its_processes() -> None:
     ]
 
 
-def test_differences_are_relative_to_the_first() -> None:
-    curves = {"a": np.array([4.0, 2.0]), "b": np.array([4.0, 2.5]), "c": np.array([3.0, 2.0])}
-    told = differences(curves)
-    assert list(told) == ["b", "c"]
-    assert told["b"].tolist() == [0.0, 0.25] and told["c"].tolist() == [0.25, 0.0]
+def test_differences_are_relative() -> None:
+    told = difference(np.array([4.0, 2.5, 1.5]), np.array([4.0, 2.0, 2.0]))
+    assert np.isnan(told[0]) and told[1:].tolist() == [0.25, 0.25]
 
 
-def test_the_picture_names_every_layout(tmp_path: Path) -> None:
-    draw({name: np.array([5.0, 4.0 + 1e-8 * number]) for number, name in enumerate(LAYOUTS)}, tmp_path / "a.svg")
+def test_the_picture_names_every_layout_and_fault(tmp_path: Path) -> None:
+    curves = {name: np.array([5.0, 4.0 + 1e-8 * number]) for number, name in enumerate(LAYOUTS)}
+    draw(curves, {name: np.array([5.5, 4.5]) for name in FAULTS}, tmp_path / "a.svg")
     picture = (tmp_path / "a.svg").read_text()
-    assert all(f">{name}<" in picture for name in LAYOUTS) and "promised: 1e-6" in picture
+    assert all(f">{name}<" in picture for name in (*LAYOUTS, *FAULTS)) and "the tests allow 1e-6" in picture
+
+
+def test_a_copy_has_the_fault(tmp_path: Path) -> None:
+    for file, name in FAULTS.values():
+        copy = with_fault(tmp_path, file, name)
+        changed = [path for path in (copy / "sft").rglob("*.py") if path.read_text() != original(copy, path)]
+        assert len(changed) == 1
+
+
+def original(copy: Path, path: Path) -> str:
+    return (ROOT / path.relative_to(copy)).read_text()

@@ -36,7 +36,7 @@ LANGUAGES = ("bash", "python", "yaml", "json")
 _FENCE = re.compile(r"^( *)```(\w*)(.*)$")
 _MARK = re.compile(r"^ *<!-- not run: (\w+) -->$")
 FOREIGN = """git cd source export mkdir tar docker apt python3 pip hf vllm lm-eval enroot apptainer rsync cat pip squeue
-scontrol scancel pytest env ls tail grep cp kubectl sky bash""".split()
+scontrol scancel pytest env ls head tail shuf grep cp kubectl sky bash""".split()
 _HERE = re.compile(r"<<'?(\w+)'?\n.*?^\1$", re.MULTILINE | re.DOTALL)
 TINY = "<!-- folder: tiny -->"
 

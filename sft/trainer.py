@@ -103,11 +103,12 @@ class Trainer:
             console,
             is_ours=lifecycle.holds_folder,
             on_published=self._after_publishing,
+            disk=lifecycle.disk,
             in_use=self.exports.in_use,
         )
         if (url := config.checkpoint.remote) is not None:
-            self.saver.copies = RemoteCopies(config.checkpoint, url, console, lifecycle.holds_folder)
-        self.judge = Judge(config.checkpoint, self.data.held_out_facts(), checkpoints, console, config.loss.weighing)
+            self.saver.copies = RemoteCopies(config.checkpoint, url, console, lifecycle.holds_folder, lifecycle.disk)
+        self.judge = Judge(config.checkpoint, self.data.held_out_facts(), self.saver.has, console, config.loss.weighing)
         self.evaluator = Evaluator(
             self.engine, self.data.held_out, config.train, lifecycle, self.num_steps, suites, self.data.pad_id
         )

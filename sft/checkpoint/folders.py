@@ -104,17 +104,17 @@ def has_saved_before(folder: Path) -> bool:
     return (folder / POINTER).exists() or any(folder.glob("iter_*.corrupt-*"))
 
 
-def make_temporary(folder: Path, step: int) -> Path:
-    """Make the folder in which the checkpoint of `step` is written.  Raises OSError."""
-    path = folder / f"{name_of(step)}.tmp-{secrets.token_hex(4)}"
-    path.mkdir(parents=True)
-    return path
+def temporary_of(folder: Path, step: int) -> Path:
+    """A new name for the folder in which the checkpoint of `step` is written."""
+    return folder / f"{name_of(step)}.tmp-{secrets.token_hex(4)}"
 
 
 def check_writable(folder: Path) -> None:
     """Raise ConfigError if no checkpoint can be written.  Called before training begins."""
     try:
-        make_temporary(folder, 0).rmdir()
+        temporary = temporary_of(folder, 0)
+        temporary.mkdir(parents=True)
+        temporary.rmdir()
     except OSError as error:
         raise ConfigError(f"run.dir = {folder.parent}: no checkpoint could be written: {error}.") from error
 

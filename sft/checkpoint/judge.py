@@ -5,11 +5,9 @@ that checkpoint still exists there, and metric, direction, held-out set and the 
 Otherwise judging starts anew, and the log says so.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from pathlib import Path
 
-from sft.checkpoint import folders
 from sft.checkpoint.best import Best
 from sft.checkpoint.train_state import TrainState
 from sft.config import CheckpointConfig
@@ -19,9 +17,10 @@ from sft.metrics.records import Record
 
 
 class Judge:
-    """Judges the checkpoints in `folder`.
+    """Judges the checkpoints of a run.
 
     held_out   {name of a held-out set: (its digest, the number of its documents)}
+    has        whether the run has a checkpoint of a step; all ranks call it, and get the same answer
     loss       the settings that weigh tokens
     best_step  step of the best checkpoint; None if no checkpoint was compared
     """
@@ -30,11 +29,11 @@ class Judge:
         self,
         config: CheckpointConfig,
         held_out: Mapping[str, tuple[str, int]],
-        folder: Path,
+        has: Callable[[int], bool],
         console: Console,
         loss: str = "",
     ) -> None:
-        self._folder, self._console = folder, console
+        self._has, self._console = has, console
         self._none: Best | None = None  # the record before the first comparison; None without checkpoint.keep_best
         if config.best is not None and config.keep_best is not None:
             self._set, self._metric = config.best
@@ -85,8 +84,8 @@ class Judge:
             return "the run continues from a checkpoint of another folder"
         if differences := list(best.differences(self._none)):
             return "; ".join(differences)
-        if best.step is not None and not (self._folder / folders.name_of(best.step)).is_dir():
-            return f"{self._folder / folders.name_of(best.step)} is missing"
+        if best.step is not None and not self._has(best.step):
+            return f"the checkpoint of step {best.step} is missing"
         return None
 
     def _fate(self, state: TrainState, *, is_ours: bool) -> str:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from sft.checkpoint import folders, manifest
+from sft.checkpoint import folders, held_out_pass, manifest
 from sft.config import CheckpointConfig
 from sft.errors import CheckpointError
 from sft.files.file_digest import Entry
@@ -65,11 +65,17 @@ class RemoteFolder:
         return self._store.read(self._name(step, manifest.NAME)) is not None
 
     def read_manifest(self, step: int, folder: Path) -> None:
-        """Write the manifest of a complete checkpoint into the folder."""
+        """Write the manifest of a complete checkpoint into the folder, and the record of its held-out pass."""
         content = self._store.read(self._name(step, manifest.NAME))
         if content is None:
             raise CheckpointError(f"{self.path(step)} is being replaced by another run.")
         (folder / manifest.NAME).write_bytes(content[0])
+        if (passed := self._store.read(self._name(step, held_out_pass.NAME))) is not None:
+            (folder / held_out_pass.NAME).write_bytes(passed[0])
+
+    def add_pass(self, step: int, folder: Path) -> None:
+        """Write the record of a held-out pass, which `folder` has got after the checkpoint was copied."""
+        self._store.write(self._name(step, held_out_pass.NAME), (folder / held_out_pass.NAME).read_bytes())
 
     def receive(self, step: int, names: Collection[str], entries: Mapping[str, Entry], folder: Path) -> None:
         """Read files of a checkpoint into the folder.  Raises CheckpointError if one differs from its entry."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from sft.checkpoint import continuation, folders, held_out_pass, manifest
@@ -26,6 +27,7 @@ from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.engine import Engine
 from sft.mcore.process_groups import ProcessGroups
 from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
+from sft.parallel.disk import Disk
 
 _NFS_DELAY_S = 120.0  # how long a rank waits for a file that rank 0 already sees
 
@@ -53,16 +55,17 @@ def restore(
     Collective.  Raises CheckpointError if the run cannot resume, ConfigError if checkpoints cannot be written.
     """
     folder, control = saver.folder, engine.groups.control
-    point = find(config.checkpoint, folder, engine.groups, console, saver.copies)
-    for removed in broadcast_from_rank0(lambda: folders.remove_leftovers(folder), control):
+    point = find(config.checkpoint, folder, engine.groups, console, saver.copies, saver.disk)
+    removed_on_disks = saver.disk.on_each(lambda: folders.remove_leftovers(folder), control)
+    for removed in chain.from_iterable(filter(None, removed_on_disks)):
         console.say(f"removed {removed}, which an interrupted save left")
-    broadcast_from_rank0(lambda: folders.check_writable(folder), control)
+    saver.disk.on_each(lambda: folders.check_writable(folder), control)
     if point is not None:
         state = load(engine, point, config.checkpoint, conditions, console)
         state = broadcast_from_rank0(partial(held_out_pass.added, point.path, state), control)
         is_ours = broadcast_from_rank0(lambda: folder.exists() and point.path.parent.samefile(folder), control)
         saver.resumed(state.step, is_ours=is_ours)
-        if is_ours and saver.copies is not None:
+        if is_ours and saver.copies is not None and saver.disk.is_shared:
             saver.copies.catch_up(point.path, state, control)
         return state
     console.say(f"started from {load_initial()}")
@@ -75,13 +78,16 @@ def find(
     groups: ProcessGroups,
     console: Console,
     copies: RemoteCopies | None = None,
+    disk: Disk | None = None,
 ) -> ResumePoint | None:
     """The checkpoint that `checkpoint.resume` selects; None if a new run starts.  Collective.
 
+    disk: the disk on which this rank sees `folder`; None: all ranks see the same one
     copies: where newer checkpoints may be, which are then fetched; also in place of one that is damaged here
     Raises CheckpointError if all selected checkpoints are damaged, or if checkpoint.resume names a damaged one.
     """
     damaged: list[str] = []
+    disk = disk or Disk.shared(groups.control)
     while True:
         if copies is not None:
             copies.fetch_newer(folder, groups.control)
@@ -91,12 +97,12 @@ def find(
         if not paths:
             return None
         try:
-            return replace(verified(paths[0], config.verify, groups), is_named=is_named)
+            return replace(verified(paths[0], config.verify, groups, disk), is_named=is_named)
         except CheckpointError as error:
             if is_named:  # the checkpoint may belong to another run, so it is not renamed
                 raise
             damaged.append(str(error))
-            broadcast_from_rank0(partial(_quarantine, paths[0], str(error), console), groups.control)
+            disk.on_each(partial(_quarantine, paths[0], str(error), console), groups.control)
 
 
 def next_step(config: CheckpointConfig, folder: Path) -> int:
@@ -109,9 +115,11 @@ def next_step(config: CheckpointConfig, folder: Path) -> int:
     return max(copied, (folders.step_of(paths[0]) or 0) if paths else 0)
 
 
-def verified(path: Path, verify: Verify, groups: ProcessGroups) -> ResumePoint:
-    """Compare the files of the checkpoint in `path` with its manifest by `verify`, each rank a share.  Collective.
+def verified(path: Path, verify: Verify, groups: ProcessGroups, disk: Disk | None = None) -> ResumePoint:
+    """Compare the files of the checkpoint in `path` with its manifest by `verify`, each rank of a disk a share.
 
+    disk: the disk on which this rank sees `path`; None: all ranks see the same one
+    Collective.
     Raises CheckpointError with the first few differences, if a file differs from its manifest entry.  Raises OSError if
     a rank does not see a file that rank 0 sees.
     """
@@ -120,7 +128,8 @@ def verified(path: Path, verify: Verify, groups: ProcessGroups) -> ResumePoint:
     entries = broadcast_from_rank0(lambda: continuation.manifest_of(path), groups.control)
     if entries is None:
         return ResumePoint(path=path, verification="not verified: the checkpoint has no manifest")
-    share = (groups.rank, len(all_gather_objects(lambda: 0, groups.control)))
+    disk = disk or Disk.shared(groups.control)
+    share = (disk.index, len(disk.ranks))
     broadcast_from_rank0(lambda: manifest.refuse(path, manifest.damage(path, entries, verify="size")), groups.control)
     problems = all_gather_objects(
         lambda: _wait_for_files(path, lambda: manifest.damage(path, entries, verify=verify, share=share)),

@@ -5,6 +5,9 @@ folder, writes the pointer, and then removes older checkpoints.  Until the point
 checkpoint, which stays complete.  All ranks learn the outcome of each stage of a save before any rank begins the next
 stage.
 
+If nodes have disks of their own, each disk has the files that its ranks write.  They are copied to checkpoint.remote,
+which alone has the complete checkpoint, and are then removed.
+
 A failed save is reported, and training continues.  Three failures in a row, or a failure of the last save, end the run.
 """
 
@@ -32,6 +35,7 @@ from sft.mcore.checkpoint_io.torch_dist_files import Snapshot
 from sft.mcore.engine import Engine
 from sft.mcore.process_groups import ProcessGroups
 from sft.parallel.collectives import all_gather_objects, all_reduce_max, broadcast_from_rank0
+from sft.parallel.disk import Disk
 
 MAX_FAILURES = 3  # failed saves in a row
 _SPACE_FACTOR = 1.02  # free disk space per byte of tensors and objects; includes .metadata and the manifest
@@ -46,6 +50,7 @@ class Saver:
     is_ours       returns whether this run still holds the lock of its folder
     on_published  receives the step of a published checkpoint and the seconds that its save took
     in_use        returns the steps whose checkpoints must not be removed, because an export needs them
+    disk          the disk on which this rank sees the folder; None: all ranks see the same one
     """
 
     def __init__(
@@ -58,10 +63,11 @@ class Saver:
         is_ours: Callable[[], bool],
         on_published: Callable[[int, float], None],
         in_use: Callable[[], Collection[int]] = tuple,
+        disk: Disk | None = None,
     ) -> None:
         self._config, self.folder, self._conditions, self._groups = config, folder, conditions, groups
         self._console, self._is_ours, self._on_published = console, is_ours, on_published
-        self._in_use = in_use
+        self._in_use, self.disk = in_use, disk or Disk.shared(groups.control)
         self.copies: RemoteCopies | None = None  # the trainer sets it if checkpoint.remote is given
         # None without checkpoint.async_save, and after a rank had too little memory for a copy
         self._buffers = CopyBuffers() if config.async_save else None
@@ -100,6 +106,17 @@ class Saver:
         """Record in the saved checkpoint of `state.step` that the held-out sets were evaluated after this step."""
         checkpoint = self.folder / folders.name_of(state.step)
         broadcast_from_rank0(partial(held_out_pass.write, checkpoint, state), self._groups.control)
+        if self.copies is not None:
+            broadcast_from_rank0(partial(self.copies.folder.add_pass, state.step, checkpoint), self._groups.control)
+
+    def has(self, step: int) -> bool:
+        """Whether there is a checkpoint of `step`, in the run's folder or in checkpoint.remote.  Collective."""
+
+        def is_there() -> bool:
+            is_here = (self.folder / folders.name_of(step)).is_dir()
+            return is_here or (self.copies is not None and self.copies.folder.is_complete(step))
+
+        return broadcast_from_rank0(is_there, self._groups.control)
 
     def save(self, engine: Engine, state: TrainState, *, wait: bool) -> None:
         """Save the state after `state.step`.  With `wait`, or without checkpoint.async_save, wait for publication.
@@ -161,17 +178,24 @@ class Saver:
             except StorageError as error:
                 self._buffers = None
                 self._console.say(f"WARNING: {error}  From now on training waits for saves (checkpoint.async_save).")
-        num_bytes = sum(all_gather_objects(lambda: snapshot.num_bytes, self._groups.control))
-        make = partial(self._make_temporary, num_bytes, state.step)
-        return snapshot, broadcast_from_rank0(make, self._groups.control), is_copy
+        num_bytes = all_gather_objects(lambda: snapshot.num_bytes, self._groups.control)
+        temporary = broadcast_from_rank0(partial(self._name_temporary, state.step), self._groups.control)
+        make = partial(self._make_temporary, temporary, sum(num_bytes[rank] for rank in self.disk.ranks))
+        self.disk.on_each(make, self._groups.control)
+        return snapshot, temporary, is_copy
 
-    def _make_temporary(self, num_bytes: int, step: int) -> Path:
+    def _name_temporary(self, step: int) -> Path:
         self._refuse_lost_folder()
+        return folders.temporary_of(self.folder, step)
+
+    def _make_temporary(self, temporary: Path, num_bytes: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
+        if self.copies is not None and not self.disk.is_shared:
+            self.copies.remove_fetched(self.folder)
         free, needed = shutil.disk_usage(self.folder).free, num_bytes * _SPACE_FACTOR + _SPACE_MARGIN
         if free < needed:
             raise StorageError(f"it needs {size(needed)}, and the disk has {size(free)} left.")
-        return folders.make_temporary(self.folder, step)
+        temporary.mkdir()
 
     def _refuse_lost_folder(self) -> None:
         if not self._is_ours():
@@ -197,16 +221,21 @@ class Saver:
             written = engine_state.write(snapshot, temporary, group, self._plans)
             digests = all_gather_objects(partial(self._entries, temporary, written), group)
             files = {name: entry for of_rank in digests for name, entry in of_rank.items()}
-            final = broadcast_from_rank0(partial(self._publish, temporary, state, files), group)
-        except BaseException:  # also an interrupt must leave no temporary folder
-            if self._groups.rank == 0:
+            broadcast_from_rank0(partial(self._complete, temporary, state, files), group)
+            if self.disk.is_shared:
+                final = broadcast_from_rank0(partial(self._publish, temporary, state), group)
+            else:
+                assert self.copies is not None, "refused before the run began"
+                self.copies.copy(temporary, digests[self._groups.rank], state, group, is_published=False)
+        finally:  # also an interrupt must leave no temporary folder
+            if self.disk.is_writer:
                 shutil.rmtree(temporary, ignore_errors=True)
-            raise
         took_s = time.monotonic() - started
-        num_bytes = sum(entry.num_bytes for entry in files.values())
-        self._console.say(f"saved {final} ({size(num_bytes)} in {took_s:.1f} s)")
-        if self.copies is not None:
-            self.copies.copy(final, digests[self._groups.rank], state, group)
+        if self.disk.is_shared:
+            num_bytes = sum(entry.num_bytes for entry in files.values())
+            self._console.say(f"saved {final} ({size(num_bytes)} in {took_s:.1f} s)")
+            if self.copies is not None:
+                self.copies.copy(final, digests[self._groups.rank], state, group)
         if self._groups.rank == 0:
             self._on_published(state.step, took_s)
 
@@ -216,7 +245,7 @@ class Saver:
         own = others if self._groups.rank == 0 else []
         return written | {name: manifest.entry_of(folder / name) for name in own}
 
-    def _publish(self, temporary: Path, state: TrainState, files: dict[str, manifest.Entry]) -> Path:
+    def _complete(self, temporary: Path, state: TrainState, files: dict[str, manifest.Entry]) -> None:
         self._refuse_lost_folder()
         if missing := sorted(set(manifest.names_in(temporary)) - set(files)):
             raise CheckpointError(f"no rank wrote {missing[0]}.")
@@ -227,6 +256,8 @@ class Saver:
             **asdict(self._conditions),
         }
         manifest.write(temporary, Manifest(files=files, facts=facts))
+
+    def _publish(self, temporary: Path, state: TrainState) -> Path:
         if self._resumed_step is not None:
             for renamed in folders.rename_abandoned(self.folder, after=self._resumed_step, keep=state.step):
                 self._console.say(

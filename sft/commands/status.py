@@ -24,7 +24,9 @@ def status(arguments: Namespace) -> int:
     from sft.config import yaml
     from sft.recipe.resume_lines import next_start
     from sft.run.lock import is_gone
-    from sft.run.status import describe, read, verdict
+    from sft.run.remote_lock import RemoteLock
+    from sft.run.remote_status import newest
+    from sft.run.status import describe, verdict
 
     run = Path(arguments.recipe)
     if run.is_dir():  # a run folder, which has the recipe of its newest start
@@ -34,13 +36,14 @@ def status(arguments: Namespace) -> int:
             raise ConfigError(f"{run} has no recipe.yaml, so it is not the folder of a run.  Give one, or a recipe.")
     config = read_recipe(arguments).config
     folder = Path(config.run.dir)
-    state = read(folder)
+    state = newest(folder, config.checkpoint.remote)
     job = os.environ.get("SLURM_JOB_ID")
     is_running = state is not None and state.status == "running"
     if state is not None and is_running and None not in (job, state.job) and state.job != job:
         show(f"{folder}: {describe(state)}\nthe newest start belongs to another job, not to the current job ({job})")
         return 2
-    may_be_alive = is_running and not is_gone(folder)
+    remote = config.checkpoint.remote
+    may_be_alive = is_running and not (is_gone(folder) and (remote is None or RemoteLock.is_gone(remote)))
     if may_be_alive:
         show("run.lock exists, so the run may still be alive; a second start is refused while the run is alive")
     elif is_running:
@@ -51,7 +54,7 @@ def status(arguments: Namespace) -> int:
         "go on": ("start the run again", 75),
         "stop": ("find the cause before you start the run again", 2),
     }[verdict(state)]
-    is_elsewhere = state is None and config.checkpoint.remote is not None  # this node may be new
+    is_elsewhere = state is None and remote is not None  # this node may be new
     if (code == 75 or is_elsewhere) and not may_be_alive and (line := next_start(config)) is not None:
         show(line)
         advice, code = "start the run again", 75

@@ -14,10 +14,12 @@ from typing import Any
 
 from sft.config import CheckpointConfig, Config
 from sft.console import Console
+from sft.errors import ConfigError, SftError
 from sft.files.atomic_files import unusable
 from sft.parallel.collectives import all_reduce_max, broadcast_from_rank0
+from sft.parallel.disk import find_disk
 from sft.parallel.position import Position
-from sft.run import status
+from sft.run import remote_status, status
 from sft.run.lock import RunLock
 from sft.run.refused_start import recorded
 from sft.run.remote_lock import RemoteLock
@@ -28,6 +30,7 @@ from sft.run.watchdog import Watchdog
 class Lifecycle:
     """A context that lasts while this process uses the run's folder.
 
+    disk         the disk on which this rank sees the folder
     step         the last completed step
     step_s       seconds that this step took
     ask_to_stop  makes all ranks stop after the current step, as after a stop signal; called by any rank with the reason
@@ -55,6 +58,9 @@ class Lifecycle:
         run, control = self._run, self._position.control
         with ExitStack() as contexts:
             broadcast_from_rank0(lambda: self._lock_folder(contexts), control)
+            self.disk = find_disk(self._folder, control)
+            is_locked_here = bool(self._locks) or self.disk.is_shared
+            self.disk.on_each(lambda: None if is_locked_here else self._lock_own_disk(contexts), control)
             ends = deadline(run.exit_after_minutes, run.grace_s, os.environ)
             stop = StopSignals(grace_s=run.grace_s, deadline=ends, report=self._console.result)
             self._signals = contexts.enter_context(stop)
@@ -63,7 +69,11 @@ class Lifecycle:
                 Watchdog(run.progress_timeout_s, self._folder, self._position.rank, on_hang=self._report_hang)
             )
             contexts.push(self._report_error)
-            start, before = broadcast_from_rank0(partial(_begin, self._folder, self._next_step), control)
+            begin = partial(_begin, self._folder, self._checked_next_step, self._checkpoint.remote)
+            with recorded(self._folder, is_locked=True, is_writer=self.disk.is_writer and not self.disk.has_rank0):
+                start, before = broadcast_from_rank0(begin, control)
+            if not self.disk.is_shared:  # a rank that fails adds its error to the status on its disk
+                self.disk.on_each(partial(status.copy, self._folder, start), control)
             self._contexts = contexts.pop_all()
         self.step, self._start_id, self._earlier = start.step, start.start_id, (start.step_s, start.save_s)
         self._done = before if before is not None and before.status == "done" else None
@@ -116,6 +126,7 @@ class Lifecycle:
         self._has_saved = True
         with self._warn_if_unwritable():
             status.progress(self._folder, self._start_id, step=step, step_s=self.step_s, save_s=save_s)
+            remote_status.push(self._folder, self._checkpoint.remote)
 
     def holds_folder(self) -> bool:
         """Whether this run still holds the locks of its folder and of checkpoint.remote.  Called on rank 0, which took
@@ -132,7 +143,11 @@ class Lifecycle:
         self._watchdog.idle()
         self._position.control.barrier().wait()
         steps = {"step": step, "num_steps": self._num_steps}
-        write = partial(status.end, self._folder, self._start_id, kind, **steps, reason=reason)
+
+        def write() -> None:
+            status.end(self._folder, self._start_id, kind, **steps, reason=reason)
+            remote_status.push(self._folder, self._checkpoint.remote)
+
         broadcast_from_rank0(write, self._position.control)
 
     def _stop_and_late(self, *, is_late: bool) -> tuple[str | None, bool]:
@@ -141,14 +156,35 @@ class Lifecycle:
         return (self._signals.reason or "another rank was asked to stop") if stop else None, bool(late)
 
     def _lock_folder(self, contexts: ExitStack) -> None:
+        self._lock_own_disk(contexts)
+        if (url := self._checkpoint.remote) is not None:
+            with recorded(self._folder, is_locked=True):
+                self._locks.append(contexts.enter_context(RemoteLock(url, report=self._console.say)))
+
+    def _lock_own_disk(self, contexts: ExitStack) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._locks.append(contexts.enter_context(RunLock(self._folder, report=self._console.say)))
         except OSError as error:
             raise unusable(f"run.dir = {self._folder} cannot be written", self._folder, error) from error
-        if (url := self._checkpoint.remote) is not None:
-            with recorded(self._folder, is_locked=True):
-                self._locks.append(contexts.enter_context(RemoteLock(url, report=self._console.say)))
+
+    def _checked_next_step(self) -> int:
+        """The step after which the run will continue.  Raises ConfigError if it needs a folder that all nodes see."""
+        needs = None
+        if self.disk.is_shared:
+            pass
+        elif self._checkpoint.remote is None:
+            needs = "a checkpoint would be in parts on several disks.  Set checkpoint.remote=s3://BUCKET/PATH, through "
+            needs += "which nodes with disks of their own share checkpoints"
+        elif self._checkpoint.export_hf != "none":
+            needs = f"checkpoint.export_hf = {self._checkpoint.export_hf} reads whole checkpoints there.  Set "
+            needs += "checkpoint.export_hf=none, and export a copy of the last checkpoint after the run (sft export)"
+        if needs is not None:
+            raise ConfigError(
+                f"run.dir = {self._folder} is on another disk on each node, and {needs}; or give a run.dir on a disk "
+                "that all nodes see."
+            )
+        return self._next_step()
 
     def _report_hang(self, message: str) -> None:
         """Record a hang as a failure.  Called by the watchdog's thread before it ends the process."""
@@ -161,6 +197,7 @@ class Lifecycle:
             with self._warn_if_unwritable():
                 rank = self._position.rank
                 status.fail(self._folder, self._start_id, error, rank=rank, step=self.step, finished=self._done)
+                remote_status.push(self._folder, self._checkpoint.remote)
 
     @contextmanager
     def _warn_if_unwritable(self) -> Iterator[None]:
@@ -168,17 +205,24 @@ class Lifecycle:
             yield
         except OSError as error:
             self._console.say(f"WARNING: {self._folder}/{status.FILE} cannot be written: {error}")
+        except SftError as error:  # of checkpoint.remote
+            self._console.say(f"WARNING: {error}")
 
 
-def _begin(folder: Path, next_step: Callable[[], int]) -> tuple[status.Status, status.Status | None]:
+def _begin(
+    folder: Path, next_step: Callable[[], int], remote: str | None = None
+) -> tuple[status.Status, status.Status | None]:
     """Record the start; if `next_step` raises an SftError, record that the start was refused.  Called on rank 0.
 
     Returns the status of the start, and that of the start before, or None.
     """
     with recorded(folder, is_locked=True):
+        remote_status.pull(folder, remote)
         step = next_step()
     before = status.read(folder)
-    return status.begin(folder, step=step), before
+    start = status.begin(folder, step=step)
+    remote_status.push(folder, remote, is_new=True)
+    return start, before
 
 
 def _grace_warning(

@@ -21,18 +21,19 @@ from sft.run.lock import RunLock, is_gone
 
 
 @contextmanager
-def recorded(folder: Path, *, is_locked: bool = False) -> Iterator[None]:
-    """A context that records in run_state.json of `folder` an SftError that ends the block, and raises it.  Rank 0
-    writes.
+def recorded(folder: Path, *, is_locked: bool = False, is_writer: bool | None = None) -> Iterator[None]:
+    """A context that records in run_state.json of `folder` an SftError that ends the block, and raises it.
 
     The folder is made if needed.  An error after which the same start may succeed (`MAY_SUCCEED`) is not recorded.
     is_locked: whether this process holds the lock of the folder.  If not, nothing is written while another run may be
     alive there.
+    is_writer: whether this rank writes; None: rank 0 does
     """
     try:
         yield
     except SftError as error:
-        if not isinstance(error, MAY_SUCCEED) and os.environ.get("RANK", "0") == "0":
+        writes = os.environ.get("RANK", "0") == "0" if is_writer is None else is_writer
+        if writes and not isinstance(error, MAY_SUCCEED):
             _record(folder, error, is_locked=is_locked)
         raise
 

@@ -62,6 +62,15 @@ class RemoteLock:
             stored = self._store.read(LOCK)
             return stored is not None and stored[1] == self._etag
 
+    @staticmethod
+    def is_gone(url: str) -> bool:
+        """Whether this machine knows that the run that last locked the place has ended, as `lock.is_gone`."""
+        stored = ObjectStore(url).read(LOCK)
+        if stored is None or not stored[0]:
+            return True
+        holder = parsed(stored[0])
+        return holder is not None and has_ended(holder, this_process().machine)
+
     def _take(self) -> bool:
         """Take the lock.  False if another process changed it first.  Raises ConfigError if another run is alive."""
         stored = self._store.read(LOCK)

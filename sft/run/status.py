@@ -56,7 +56,7 @@ def read(folder: Path) -> Status | None:
     """The status of the run in this folder; None if there is none.  Raises ConfigError if the file is unreadable."""
     path = folder / FILE
     try:
-        return _parse(json.loads(read_file(path, CONFIG_BYTES)))
+        return parse(json.loads(read_file(path, CONFIG_BYTES)))
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -88,6 +88,11 @@ def begin(folder: Path, *, step: int) -> Status:
     )
     _replace(folder, status)
     return status
+
+
+def copy(folder: Path, status: Status) -> None:
+    """Write the status of a start that was recorded elsewhere, in place of the one in this folder."""
+    _replace(folder, status)
 
 
 def refuse(folder: Path, error: SftError) -> None:
@@ -142,7 +147,7 @@ def fail(
         failed = replace(finished, start_id=before.start_id)
     own = folder / f"{FAILURE}.{uuid.uuid4().hex}"
     try:
-        own.write_text(_text(failed), encoding="utf-8")
+        own.write_text(text_of(failed), encoding="utf-8")
         flush(own)
         os.link(own, folder / FAILURE)
     except FileExistsError:
@@ -209,7 +214,7 @@ def _replace(folder: Path, status: Status) -> None:
     """Write the status of a new start, and remove the failure of the previous start."""
     for leftover in folder.glob(f"{FAILURE}*"):  # left by the previous start, or by a rank that was killed in `fail`
         leftover.unlink(missing_ok=True)
-    replace_text(folder / FILE, _text(status), sync=True)
+    replace_text(folder / FILE, text_of(status), sync=True)
 
 
 def _is_of_another(known: Status, start_id: str | None) -> bool:
@@ -223,7 +228,7 @@ def _change(folder: Path, start_id: str | None, step: int, **changes: Any) -> No
     if _is_of_another(before, start_id):
         return
     if not (folder / FAILURE).exists():
-        replace_text(folder / FILE, _text(replace(before, step=step, **changes, **_now())), sync=True)
+        replace_text(folder / FILE, text_of(replace(before, step=step, **changes, **_now())), sync=True)
     if (folder / FAILURE).exists():  # written since the check above
         _publish_failure(folder)
 
@@ -233,7 +238,7 @@ def _overwrite(path: Path, status: Status) -> None:
 
     A reader may see an incomplete status.  On a full disk, there is no other way to record that the run has ended.
     """
-    content = _text(status).encode()
+    content = text_of(status).encode()
     with suppress(OSError):
         file = os.open(path, os.O_WRONLY)
         try:
@@ -265,11 +270,12 @@ def _line(text: str | None) -> str | None:
     return None if text is None else " ".join(text.split())
 
 
-def _text(status: Status) -> str:
+def text_of(status: Status) -> str:
+    """The content of run_state.json."""
     return json.dumps(asdict(status), indent=2) + "\n"
 
 
-def _parse(values: Any) -> Status:
+def parse(values: Any) -> Status:
     """The status in a JSON value.  Raises ValueError if the value is not a status."""
     names = [field.name for field in fields(Status)]
     if not isinstance(values, dict) or sorted(values) != sorted(names):

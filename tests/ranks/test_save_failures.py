@@ -169,7 +169,7 @@ CASES = {
         0, lambda patch, _: patch.setattr(folders, "os", SimpleNamespace(rename=full, path=os.path)), NO_SPACE
     ),
     "plain values": Case(0, cut_files, "OSError: [Errno 27] File too large"),
-    "the folder": Case(0, lambda patch, _: patch.setattr(folders, "make_temporary", full), NO_SPACE),
+    "the folder": Case(0, lambda patch, _: patch.setattr(folders, "temporary_of", full), NO_SPACE),
 }  # fmt: skip
 
 

@@ -113,7 +113,7 @@ def test_an_origin_without_a_digest_is_compared_by_path_and_step(tmp_path: Path)
 
 def test_a_branch_compares_with_no_value_of_another_run(tmp_path: Path) -> None:
     config, said = CheckpointConfig(keep_last=2, keep_best="eval/lm loss"), io.StringIO()
-    judge = Judge(config, {"eval": ("79bc", 3)}, tmp_path, Console(0, said))
+    judge = Judge(config, {"eval": ("79bc", 3)}, lambda step: True, Console(0, said))
     checkpoint(tmp_path / "iter_0000004")  # this run's own checkpoint with the same step number
     state = TrainState(step=4, evaluated=4, best=LOSS.judged(4, 4.97))
     assert judge.resumed(state, is_ours=False, is_due=True) == replace(state, best=LOSS)

@@ -18,7 +18,8 @@ def folder_of(root: Path, step: int) -> None:
 
 
 def publish(root: Path, step: int, keep_last: int | None = None, keep_every: int | None = None, best: int = -1) -> None:
-    written = folders.make_temporary(root, step)
+    written = folders.temporary_of(root, step)
+    written.mkdir(parents=True)
     (written / "metadata.json").write_text("new")
     folders.publish(written, step)
     folders.remove_old(root, step, keep_last=keep_last, keep_every=keep_every, keep_steps=[best], report=print)
@@ -112,7 +113,8 @@ def test_left_overs_go_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_the_disk_has_a_checkpoint_before_the_pointer_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = folders.make_temporary(tmp_path, 100)
+    written = folders.temporary_of(tmp_path, 100)
+    written.mkdir()
     calls = watch_disk(monkeypatch)
     folders.publish(written, 100)
     pointer, root = folders.POINTER, f"fsync {tmp_path.name}"

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sft.checkpoint import resume
+from sft.checkpoint import folders, resume
 from sft.checkpoint.judge import Judge
 from sft.checkpoint.remote import RemoteCopies
 from sft.checkpoint.saver import Saver
@@ -103,12 +103,14 @@ class Trainer:
             console,
             is_ours=lifecycle.holds_folder,
             on_published=self._after_publishing,
-            disk=lifecycle.disk,
             in_use=self.exports.in_use,
         )
+        self.saver.disk = lifecycle.disk
         if (url := config.checkpoint.remote) is not None:
             self.saver.copies = RemoteCopies(config.checkpoint, url, console, lifecycle.holds_folder, lifecycle.disk)
-        self.judge = Judge(config.checkpoint, self.data.held_out_facts(), self.saver.has, console, config.loss.weighing)
+        self.judge = Judge(
+            config.checkpoint, self.data.held_out_facts(), self._has_checkpoint, console, config.loss.weighing
+        )
         self.evaluator = Evaluator(
             self.engine, self.data.held_out, config.train, lifecycle, self.num_steps, suites, self.data.pad_id
         )
@@ -172,6 +174,15 @@ class Trainer:
 
     def _outcome(self, state: TrainState, stop: str | None, last: Record | None) -> Outcome:
         return Outcome(folder=self.folder, step=state.step, num_steps=self.num_steps, stopped=stop, last=last)
+
+    def _has_checkpoint(self, step: int) -> bool:
+        """Whether there is a checkpoint of `step`, in the run's folder or in checkpoint.remote.  Collective."""
+        folder, copies = self.saver.folder / folders.name_of(step), self.saver.copies
+
+        def is_there() -> bool:
+            return folder.is_dir() or (copies is not None and copies.folder.is_complete(step))
+
+        return broadcast_from_rank0(is_there, self.groups.control)
 
     def _get_batch(self, step: int) -> GlobalBatch:
         self.lifecycle.phase(f"step {step + 1}: data")

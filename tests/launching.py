@@ -3,6 +3,7 @@ files."""
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import signal
@@ -147,3 +148,20 @@ def records(folder: Path, *kinds: str) -> list[dict[str, Any]]:
 
 def untimed(record: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key not in TIMED}
+
+
+def tensors(checkpoint: Path) -> dict[str, str]:
+    """SHA-256 of every tensor of a checkpoint, weights and moments, by key."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    reader = dcp.FileSystemReader(checkpoint)
+    stored: dict[str, Any] = {
+        key: torch.empty(value.size, dtype=value.properties.dtype)
+        for key, value in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(value, TensorStorageMetadata)
+    }
+    dcp.load(stored, storage_reader=reader, no_dist=True)
+    assert any("exp_avg_sq" in key for key in stored) and len(stored) > 20, sorted(stored)
+    return {key: hashlib.sha256(value.numpy().tobytes()).hexdigest() for key, value in stored.items()}

@@ -50,7 +50,6 @@ class Saver:
     is_ours       returns whether this run still holds the lock of its folder
     on_published  receives the step of a published checkpoint and the seconds that its save took
     in_use        returns the steps whose checkpoints must not be removed, because an export needs them
-    disk          the disk on which this rank sees the folder; None: all ranks see the same one
     """
 
     def __init__(
@@ -63,11 +62,11 @@ class Saver:
         is_ours: Callable[[], bool],
         on_published: Callable[[int, float], None],
         in_use: Callable[[], Collection[int]] = tuple,
-        disk: Disk | None = None,
     ) -> None:
         self._config, self.folder, self._conditions, self._groups = config, folder, conditions, groups
         self._console, self._is_ours, self._on_published = console, is_ours, on_published
-        self._in_use, self.disk = in_use, disk or Disk.shared(groups.control)
+        self._in_use = in_use
+        self.disk = Disk.shared(groups.control)  # the trainer sets it if nodes have disks of their own
         self.copies: RemoteCopies | None = None  # the trainer sets it if checkpoint.remote is given
         # None without checkpoint.async_save, and after a rank had too little memory for a copy
         self._buffers = CopyBuffers() if config.async_save else None
@@ -108,15 +107,6 @@ class Saver:
         broadcast_from_rank0(partial(held_out_pass.write, checkpoint, state), self._groups.control)
         if self.copies is not None:
             broadcast_from_rank0(partial(self.copies.folder.add_pass, state.step, checkpoint), self._groups.control)
-
-    def has(self, step: int) -> bool:
-        """Whether there is a checkpoint of `step`, in the run's folder or in checkpoint.remote.  Collective."""
-
-        def is_there() -> bool:
-            is_here = (self.folder / folders.name_of(step)).is_dir()
-            return is_here or (self.copies is not None and self.copies.folder.is_complete(step))
-
-        return broadcast_from_rank0(is_there, self._groups.control)
 
     def save(self, engine: Engine, state: TrainState, *, wait: bool) -> None:
         """Save the state after `state.step`.  With `wait`, or without checkpoint.async_save, wait for publication.
@@ -179,14 +169,15 @@ class Saver:
                 self._buffers = None
                 self._console.say(f"WARNING: {error}  From now on training waits for saves (checkpoint.async_save).")
         num_bytes = all_gather_objects(lambda: snapshot.num_bytes, self._groups.control)
-        temporary = broadcast_from_rank0(partial(self._name_temporary, state.step), self._groups.control)
+
+        def name() -> Path:
+            self._refuse_lost_folder()
+            return folders.temporary_of(self.folder, state.step)
+
+        temporary = broadcast_from_rank0(name, self._groups.control)
         make = partial(self._make_temporary, temporary, sum(num_bytes[rank] for rank in self.disk.ranks))
         self.disk.on_each(make, self._groups.control)
         return snapshot, temporary, is_copy
-
-    def _name_temporary(self, step: int) -> Path:
-        self._refuse_lost_folder()
-        return folders.temporary_of(self.folder, step)
 
     def _make_temporary(self, temporary: Path, num_bytes: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

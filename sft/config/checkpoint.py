@@ -32,7 +32,7 @@ class CheckpointConfig(Section):
     saves."""
     remote: Path | None = None
     """Place in an object store to which every checkpoint is copied, and from which the run resumes if run.dir has no
-    newer one: s3://BUCKET/PATH."""
+    newer one: s3://BUCKET/PATH.  The nodes of a run then need no shared disk."""
     keep_last: Annotated[int, Field(ge=2)] | None = None
     """Number of newest checkpoints to keep, at least 2 because the newest may be damaged; null: all."""
     keep_every: Positive | None = None

@@ -78,13 +78,13 @@ def find_disk(folder: Path, group: dist.ProcessGroup, *, wait_s: float = _WAIT_S
     files = {first: folder / f"{_PREFIX}{start}-{first}" for first in firsts}
     try:
         all_gather_objects(lambda: _mark(files[rank]) if is_first[rank] else None, group)
-        seen = all_gather_objects(lambda: _seen(files, 0.0 if _is_local(folder) else wait_s), group)
+        visible = all_gather_objects(lambda: _visible(files, 0.0 if _is_local(folder) else wait_s), group)
     finally:
         if is_first[rank]:
             files[rank].unlink(missing_ok=True)
-    _refuse_contradictions(seen, firsts)
-    ranks = tuple(other for other in range(len(seen)) if seen[other][0] == seen[rank][0])
-    return Disk(ranks=ranks, index=ranks.index(rank), is_shared=len(ranks) == len(seen))
+    _refuse_contradictions(visible)
+    ranks = tuple(other for other in range(len(visible)) if visible[other][0] == visible[rank][0])
+    return Disk(ranks=ranks, index=ranks.index(rank), is_shared=len(ranks) == len(visible))
 
 
 def _mark(file: Path) -> None:
@@ -95,7 +95,7 @@ def _mark(file: Path) -> None:
     file.touch()
 
 
-def _seen(files: dict[int, Path], wait_s: float) -> list[int]:
+def _visible(files: dict[int, Path], wait_s: float) -> list[int]:
     """The ranks whose files this rank sees.  Waits for the file of rank 0, on whose disk the other ranks should be."""
     deadline = time.monotonic() + wait_s
     while not files[0].exists() and time.monotonic() < deadline:
@@ -103,13 +103,13 @@ def _seen(files: dict[int, Path], wait_s: float) -> list[int]:
     return [rank for rank, file in files.items() if file.exists()]
 
 
-def _refuse_contradictions(seen: Sequence[Sequence[int]], firsts: Sequence[int]) -> None:
+def _refuse_contradictions(visible: Sequence[Sequence[int]]) -> None:
     """Raise StorageError unless every rank sees its disk as the first rank of that disk does."""
-    for rank, visible in enumerate(seen):
-        if not visible or list(seen[visible[0]]) != list(visible):
+    for rank, own in enumerate(visible):
+        if not own or list(visible[own[0]]) != list(own):
             raise StorageError(
-                f"rank {rank} and rank {visible[0] if visible else 0} do not agree whether they see the same run.dir: a "
-                "file of one node appeared late on the other.  Start the command again."
+                f"rank {rank} and rank {own[0] if own else 0} do not agree whether they see the same run.dir: "
+                "a file of one node appeared late on the other.  Start the command again."
             )
 
 

@@ -16,7 +16,7 @@ from sft.config import CheckpointConfig, Config
 from sft.console import Console
 from sft.errors import ConfigError, SftError
 from sft.files.atomic_files import unusable
-from sft.parallel.collectives import all_reduce_max, broadcast_from_rank0
+from sft.parallel.collectives import all_gather_objects, all_reduce_max, broadcast_from_rank0
 from sft.parallel.disk import find_disk
 from sft.parallel.position import Position
 from sft.run import remote_status, status
@@ -59,8 +59,8 @@ class Lifecycle:
         with ExitStack() as contexts:
             broadcast_from_rank0(lambda: self._lock_folder(contexts), control)
             self.disk = find_disk(self._folder, control)
-            is_locked_here = bool(self._locks) or self.disk.is_shared
-            self.disk.on_each(lambda: None if is_locked_here else self._lock_own_disk(contexts), control)
+            is_other = self.disk.is_writer and not self.disk.has_rank0  # rank 0 has locked its disk
+            all_gather_objects(lambda: self._lock_folder(contexts) if is_other else None, control)
             ends = deadline(run.exit_after_minutes, run.grace_s, os.environ)
             stop = StopSignals(grace_s=run.grace_s, deadline=ends, report=self._console.result)
             self._signals = contexts.enter_context(stop)
@@ -69,8 +69,14 @@ class Lifecycle:
                 Watchdog(run.progress_timeout_s, self._folder, self._position.rank, on_hang=self._report_hang)
             )
             contexts.push(self._report_error)
-            begin = partial(_begin, self._folder, self._checked_next_step, self._checkpoint.remote)
-            with recorded(self._folder, is_locked=True, is_writer=self.disk.is_writer and not self.disk.has_rank0):
+
+            def next_step() -> int:
+                if not self.disk.is_shared:
+                    _refuse_own_disks(self._folder, self._checkpoint)
+                return self._next_step()
+
+            begin = partial(_begin, self._folder, next_step, self._checkpoint.remote)
+            with recorded(self._folder, is_locked=True, is_writer=is_other):
                 start, before = broadcast_from_rank0(begin, control)
             if not self.disk.is_shared:  # a rank that fails adds its error to the status on its disk
                 self.disk.on_each(partial(status.copy, self._folder, start), control)
@@ -156,35 +162,14 @@ class Lifecycle:
         return (self._signals.reason or "another rank was asked to stop") if stop else None, bool(late)
 
     def _lock_folder(self, contexts: ExitStack) -> None:
-        self._lock_own_disk(contexts)
-        if (url := self._checkpoint.remote) is not None:
-            with recorded(self._folder, is_locked=True):
-                self._locks.append(contexts.enter_context(RemoteLock(url, report=self._console.say)))
-
-    def _lock_own_disk(self, contexts: ExitStack) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._locks.append(contexts.enter_context(RunLock(self._folder, report=self._console.say)))
         except OSError as error:
             raise unusable(f"run.dir = {self._folder} cannot be written", self._folder, error) from error
-
-    def _checked_next_step(self) -> int:
-        """The step after which the run will continue.  Raises ConfigError if it needs a folder that all nodes see."""
-        needs = None
-        if self.disk.is_shared:
-            pass
-        elif self._checkpoint.remote is None:
-            needs = "a checkpoint would be in parts on several disks.  Set checkpoint.remote=s3://BUCKET/PATH, through "
-            needs += "which nodes with disks of their own share checkpoints"
-        elif self._checkpoint.export_hf != "none":
-            needs = f"checkpoint.export_hf = {self._checkpoint.export_hf} reads whole checkpoints there.  Set "
-            needs += "checkpoint.export_hf=none, and export a copy of the last checkpoint after the run (sft export)"
-        if needs is not None:
-            raise ConfigError(
-                f"run.dir = {self._folder} is on another disk on each node, and {needs}; or give a run.dir on a disk "
-                "that all nodes see."
-            )
-        return self._next_step()
+        if self._position.rank == 0 and (url := self._checkpoint.remote) is not None:
+            with recorded(self._folder, is_locked=True):
+                self._locks.append(contexts.enter_context(RemoteLock(url, report=self._console.say)))
 
     def _report_hang(self, message: str) -> None:
         """Record a hang as a failure.  Called by the watchdog's thread before it ends the process."""
@@ -223,6 +208,24 @@ def _begin(
     start = status.begin(folder, step=step)
     remote_status.push(folder, remote, is_new=True)
     return start, before
+
+
+def _refuse_own_disks(folder: Path, checkpoint: CheckpointConfig) -> None:
+    """Raise ConfigError if a run whose nodes have disks of their own needs a folder that all nodes see."""
+    if checkpoint.remote is None:
+        needs = (
+            "a checkpoint would be in parts on several disks.  Set checkpoint.remote=s3://BUCKET/PATH, through which "
+        )
+        needs += "nodes with disks of their own share checkpoints"
+    elif checkpoint.export_hf != "none":
+        needs = f"checkpoint.export_hf = {checkpoint.export_hf} reads whole checkpoints there.  Set "
+        needs += "checkpoint.export_hf=none, and export a copy of the last checkpoint after the run (sft export)"
+    else:
+        return
+    raise ConfigError(
+        f"run.dir = {folder} is on another disk on each node, and {needs}; or give a run.dir on a disk that all nodes "
+        "see."
+    )
 
 
 def _grace_warning(

@@ -25,13 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.faults.inject import FAULTS, LOG
-from tests.launching import environments, records
+from tests.launching import environments, records, tensors
 from tests.rank_server import RankServer, default_signals
 
 TOKEN = "SFT_FAULTS_TOKEN"  # environment variable of all processes that belong to one start
@@ -133,8 +129,8 @@ class Case:
 
     def end(self) -> End:
         """The end state: the last checkpoint and the files beside it."""
-        tensors = _tensors(self.checkpoint(self.pointed()))
-        return End(records=self.records(), seen=(self.run / "seen.jsonl").read_bytes(), tensors=tensors)
+        seen = (self.run / "seen.jsonl").read_bytes()
+        return End(records=self.records(), seen=seen, tensors=tensors(self.checkpoint(self.pointed())))
 
     def assert_whole(self, step: int | None = None) -> None:
         """Asserts that the pointer names a checkpoint whose bytes all agree with its manifest, and which is of `step`,
@@ -184,19 +180,6 @@ class Case:
 
 MakeCase = Callable[..., Case]
 Hit = Callable[..., None]
-
-
-def _tensors(folder: Path) -> dict[str, str]:
-    """SHA-256 of every tensor of a checkpoint, weights and moments, by key."""
-    reader = FileSystemReader(folder)
-    tensors: dict[str, Any] = {
-        key: torch.empty(value.size, dtype=value.properties.dtype)
-        for key, value in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(value, TensorStorageMetadata)
-    }
-    dcp.load(tensors, storage_reader=reader, no_dist=True)
-    assert any("exp_avg_sq" in key for key in tensors) and len(tensors) > 20, sorted(tensors)
-    return {key: hashlib.sha256(value.numpy().tobytes()).hexdigest() for key, value in tensors.items()}
 
 
 class Start(ABC):

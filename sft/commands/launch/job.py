@@ -3,11 +3,12 @@
 import re
 import shlex
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from sft.commands.arguments import read_recipe
+from sft.config import Config
 from sft.errors import ConfigError
 
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
@@ -47,6 +48,8 @@ class Job:
     overrides  settings of the command line
     grace_s    run.grace_s: seconds from a stop signal to the end of the processes
     on_gpus    whether the run uses GPUs
+    missing    what the recipe lacks for nodes that share no disk
+    relative   a data file with a relative path, or None
     """
 
     name: str
@@ -58,6 +61,8 @@ class Job:
     grace_s: int
     on_gpus: bool
     run_dir: str
+    missing: tuple[str, ...]
+    relative: str | None
 
     @classmethod
     def of(cls, arguments: Namespace) -> "Job":
@@ -65,7 +70,8 @@ class Job:
         from sft.recipe.layout import resolve_layout
 
         recipe = read_recipe(arguments)
-        run, per_node = recipe.config.run, arguments.gpus_per_node or recipe.config.parallel.gpus_per_node
+        config = recipe.config
+        run, per_node = config.run, arguments.gpus_per_node or config.parallel.gpus_per_node
         gpus: int = arguments.gpus
         if gpus < 1 or per_node < 1 or (gpus > per_node and gpus % per_node):
             raise ConfigError(
@@ -83,6 +89,8 @@ class Job:
             grace_s=run.grace_s,
             on_gpus=run.device != "cpu",
             run_dir=run.dir,
+            missing=tuple(_missing(config)),
+            relative=next((file for file in _files(config) if not file.startswith("/") and "://" not in file), None),
         )
 
     @property
@@ -142,16 +150,33 @@ def mounts(volumes: Sequence[str]) -> Mapping[str, str]:
 
 
 def check_run_dir(job: Job, folders: Mapping[str, str], where: str) -> None:
-    """Raise ConfigError if the run folder is on a disk that a restart loses.  A relative one is on the first volume."""
+    """Raise ConfigError if a restart loses all checkpoints.  A relative run.dir is on the first volume."""
     kept = [*folders]
     is_kept = any(job.run_dir == folder or job.run_dir.startswith(f"{folder}/") for folder in kept)
-    if "://" in job.run_dir or is_kept or (kept and not job.run_dir.startswith("/")):
+    missing = [*job.missing, *([] if kept or job.relative is None else [f"a URL in place of {job.relative}"])]
+    if not missing or is_kept or (kept and not job.run_dir.startswith("/")):
         return
     raise ConfigError(
         f"run.dir = {job.run_dir} is on the own disk of a {where}, which loses it at a restart, and other nodes do not "
         "see it.  Give a volume that all nodes mount, such as --volume shared:/data; relative paths of the recipe "
-        f"begin in the folder of the first volume.  Volumes given: {', '.join(kept) or 'none'}."
+        f"begin in the folder of the first volume.  Volumes given: {', '.join(kept) or 'none'}.  Or keep everything in "
+        f"an object store; the recipe lacks: {', '.join(missing)}."
     )
+
+
+def _missing(config: Config) -> Iterator[str]:
+    """Yields what a recipe lacks for a run whose nodes share no disk."""
+    if config.checkpoint.remote is None:
+        yield "checkpoint.remote"
+    if config.data.cache_remote is None:
+        yield "data.cache_remote"
+    if config.checkpoint.export_hf != "none":
+        yield "checkpoint.export_hf=none"
+
+
+def _files(config: Config) -> list[str]:
+    inputs = [config.data.train_files, *config.data.eval_sets.values()]
+    return [entry for entries in inputs for entry in entries if isinstance(entry, str)]
 
 
 def _slug(text: str) -> str:

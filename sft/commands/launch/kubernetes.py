@@ -15,6 +15,7 @@ from sft.commands.launch.job import Job, check_run_dir, mounts, variables
 from sft.errors import ConfigError
 
 _RECIPE = "/etc/sft"
+_SCRATCH = "/scratch"  # on the disk of the node, without a volume
 _GPU = "nvidia.com/gpu"
 _TRAINER = "trainer.kubeflow.org"
 
@@ -94,6 +95,7 @@ def _job_set(job: Job, options: Namespace) -> dict[str, Any]:
 
 def _pod(job: Job, options: Namespace) -> dict[str, Any]:
     folders = mounts(options.volume)
+    scratch = [] if folders else [_SCRATCH]
     names = {name: f"volume-{number}" for number, name in enumerate(dict.fromkeys(folders.values()))}
     resources: dict[str, Any] = {_GPU: job.ranks} if job.on_gpus else {}
     resources |= dict(_counted(device) for device in options.rdma)
@@ -111,12 +113,12 @@ def _pod(job: Job, options: Namespace) -> dict[str, Any]:
         "resources": {"limits": resources, "requests": resources},
         "volumeMounts": [
             *({"name": names[name], "mountPath": folder} for folder, name in folders.items()),
+            *({"name": "scratch", "mountPath": folder} for folder in scratch),
             {"name": "recipe", "mountPath": _RECIPE, "readOnly": True},
             {"name": "shared-memory", "mountPath": "/dev/shm"},
         ],
     }
-    if folders:
-        container["workingDir"] = next(iter(folders))
+    container["workingDir"] = next(iter(folders), _SCRATCH)
     if options.secret:
         container["envFrom"] = [{"secretRef": {"name": name}} for name in options.secret]
     if options.rdma:  # registers memory with the network card
@@ -127,6 +129,7 @@ def _pod(job: Job, options: Namespace) -> dict[str, Any]:
         "containers": [container],
         "volumes": [
             *({"name": label, "persistentVolumeClaim": {"claimName": name}} for name, label in names.items()),
+            *({"name": "scratch", "emptyDir": {}} for _ in scratch),
             {"name": "recipe", "configMap": {"name": f"{job.name}-recipe"}},
             {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": options.shm}},
         ],

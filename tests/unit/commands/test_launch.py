@@ -66,7 +66,7 @@ POD = thing(
             name=TEXT,
             persistentVolumeClaim=thing(claimName=TEXT),
             configMap=thing(name=TEXT),
-            emptyDir=thing(medium={"const": "Memory"}, sizeLimit=TEXT),
+            emptyDir={"anyOf": [thing(medium={"const": "Memory"}, sizeLimit=TEXT), {"const": {}}]},
         )
     ),
     tolerations=several(thing(key=TEXT, operator={"const": "Exists"}, effect={"const": "NoSchedule"})),
@@ -292,6 +292,11 @@ def test_slurm_submits_the_script_of_the_repository(capsys: pytest.CaptureFixtur
         ("kubernetes", "", "--image is missing"),
         ("kubernetes", "--image i", "run.dir = runs/a is on the own disk of a pod"),
         ("kubernetes", "--image i --volume s:/data run.dir=/other/a", "Volumes given: /data"),
+        (
+            "kubernetes",
+            "--image i checkpoint.remote=s3://bucket/a",
+            "the recipe lacks: data.cache_remote, a URL in place of a",
+        ),
         ("kubernetes", "--image i --volume shared", "--volume shared is not NAME:/FOLDER"),
         ("kubernetes", "--image i --volume a:/d --volume b:/d", "--volume b:/d is not NAME:/FOLDER"),
         ("kubernetes", "--image i --volume s:/d --env HF_TOKEN=hf_abc", "Name it with --secret"),
@@ -306,6 +311,25 @@ def test_mistakes(target: str, words: str, expected: str, capsys: pytest.Capture
     assert main(["launch", target, "a.yaml", *gpus, *shlex.split(words)]) == 2
     said = capsys.readouterr()
     assert said.out == "" and expected in said.err and said.err.count("\n") == 1 and "hf_abc" not in said.err
+
+
+def test_no_volume_is_needed_if_everything_is_in_an_object_store(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "data.train=s3://bucket/a.jsonl",
+        "data.cache_remote=s3://bucket/cache",
+        "checkpoint.remote=s3://bucket/runs/a",
+    ]
+    documents = {
+        one["kind"]: one
+        for one in yaml.safe_load_all(printed(capsys, "kubernetes", "--image", "sft:1", "--kind", "jobset", *words))
+    }
+    jsonschema.validate(documents["JobSet"], KINDS["JobSet"])
+    pod = pod_of(documents["JobSet"]["spec"])
+    (container,), volumes = pod["containers"], {volume["name"]: volume for volume in pod["volumes"]}
+    assert container["workingDir"] == "/scratch" and volumes["scratch"] == {"name": "scratch", "emptyDir": {}}
+    assert {"name": "scratch", "mountPath": "/scratch"} in container["volumeMounts"]
+    task = yaml.safe_load(printed(capsys, "skypilot", "--gpu", "H100", *words))
+    assert "volumes" not in task and "\ncd " not in task["run"]
 
 
 def test_a_recipe_that_does_not_fit_the_gpus(capsys: pytest.CaptureFixture[str]) -> None:

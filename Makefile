@@ -28,7 +28,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes.  Without bytecode on disk each compiles torch and megatron-core for about 7 s again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo demo-text demo-retrieval test cards test-faults test-mutations test-triton test-kernels test-slurm test-standin test-gpu gpu-hour test-all venv-py312 test-py312 test-all-versions test-docs lint fmt docs pages release clean python
+.PHONY: help venv demo demo-text demo-retrieval test cards test-faults test-mutations test-triton test-kernels test-slurm test-standin test-gpu test-gpu-hour gpu-hour test-all venv-py312 test-py312 test-all-versions test-docs lint fmt docs pages release clean python
 
 help:
 	@echo "make venv                create .venv/<python version> with pinned dependencies"
@@ -44,6 +44,7 @@ help:
 	@echo "make test-standin        GPU runs without a GPU, all but their numbers: on a stand-in for CUDA; Python 3.12, downloads torch for CUDA (6 GB); TE_WHEEL=FILE: with Transformer Engine"
 	@echo "make test-gpu            what only a GPU can show; skipped where torch sees none"
 	@echo "make gpu-hour            probes, tests and benchmarks on one GPU, with a report; GPU_HOUR='--gpus 8' or '--tiny'"
+	@echo "make test-gpu-hour       the same in toy sizes on the CPU, with processes that need not import torch: how CI runs it"
 	@echo "make test-py312          the part of the suite CI repeats on Python 3.12"
 	@echo "make test-all            the same with full grids of layouts and every fault"
 	@echo "make test-all-versions   make test-all on Python 3.11 and on 3.12"
@@ -161,6 +162,9 @@ test-gpu: $(READY)
 # What the first hour on a GPU machine answers, and how to read its report: docs/numbers/gpu-hour.md.
 gpu-hour: $(READY)
 	$(BIN)/python -m tools.gpu_hour $(GPU_HOUR)
+
+test-gpu-hour: $(READY)
+	$(BIN)/python -m tests.warm_gpu_hour --tiny --fresh
 
 # torch's own CUDA build on a library of ours instead of a driver (tests/standin).  An environment of its own: the index
 # has torch with CUDA in it, and the two last packages are headers that torch does without.  The library's C alone is

@@ -32,7 +32,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--all-faults"):
         faults = [item for item in items if Path(__file__).parent / "faults" in item.path.parents]
         left_out += [item for item in faults if not item.get_closest_marker("quick")]
-    items[:] = [item for item in items if item not in left_out]
+    chosen = {*items} - {*left_out}
+    items[:] = [item for item in items if item in chosen]
     config.hook.pytest_deselected(items=left_out)
 
 

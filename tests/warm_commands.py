@@ -1,10 +1,10 @@
 """The programs `sft`, `torchrun` and `python` for shells that tests start, without waiting for imports.
 
-`sft WORDS`, `python -m sft WORDS` and `python -m tools.X WORDS` run as processes that the rank server forks after its
-imports.  The programs of a folder are small clients: they send the words, the environment and the working folder to a
-socket of this test process, and end with the exit code.  The forked process writes to the client's stdout and stderr,
-and its `sys.executable` is the client, so that ranks of `sft train --processes` are forked, too.  `torchrun`, and
-`python` with any other words, run as usual.
+`sft WORDS`, `torchrun WORDS`, and `python -m` with `sft`, a module of tools or `torch.distributed.run` run as processes
+that the rank server forks after its imports.  The programs of a folder are small clients: they send the words, the
+environment and the working folder to a socket of this test process, and end with the exit code.  The forked process
+writes to the client's stdout and stderr, and its `sys.executable` is the client, so that ranks of `torchrun` and of
+`sft train --processes` are forked, too.  `python` with any other words runs as usual.
 """
 
 import contextlib
@@ -22,7 +22,8 @@ from tests.rank_server import rank_server
 _CLIENT = """#!{python} -IS
 import json, os, socket, sys
 words = {words} + sys.argv[1:]
-if words[:1] != ["-m"] or not (words[1:2] == ["sft"] or words[1:2][0].startswith("tools.")):
+words = words[words[:1] == ["-u"]:]  # torchrun asks for streams without buffers
+if words[:1] != ["-m"] or not (words[1] in ("sft", "torch.distributed.run") or words[1].startswith("tools.")):
     os.execv({python!r}, [{python!r}, *words])
 asks = {{"module": words[1], "words": words[2:], "environ": dict(os.environ)}}
 asks |= {{"folder": os.getcwd(), "python": {shim!r}}}

@@ -1,23 +1,22 @@
 """The pages life-of-a-batch and trees show exactly the output of the code."""
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
 
+from tests.launching import Rank, ended
 from tools import life_of_a_batch, tree_of_turns
 from tools.printed_page import PrintedPage
 
-ROOT = Path(__file__).resolve().parents[2]
 SHOWN = "# A page\n\n<!-- printed: pack -->\n```text\nold\n```\n\nText.\n"
 
 
 @pytest.mark.parametrize("page", [life_of_a_batch.PAGE, tree_of_turns.PAGE], ids=lambda page: page.path.stem)
 def test_the_page_shows_what_the_tool_prints(page: PrintedPage) -> None:
     """In a process of its own, because a tool forks ranks: a fork of a process with threads may wait for ever."""
-    done = subprocess.run([sys.executable, "-m", page.tool, "--check"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    ((code, _, told),) = ended([Rank(["--check"], {**os.environ}, page.tool)])
+    assert code == 0, told
 
 
 def test_a_part_replaces_the_block_after_its_mark() -> None:

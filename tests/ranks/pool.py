@@ -144,11 +144,13 @@ def _free() -> None:
     from sft.mcore.engine import Engine, release
 
     gc.collect()  # groups are part of reference cycles
-    engines = [held for held in gc.get_objects() if isinstance(held, Engine)]  # of `sft train`, which ends its process
+    # of `sft train`, which ends its process
+    engines = [held for held in gc.get_objects() if isinstance(held, Engine) and "chunks" in vars(held)]
     for engine in engines:
-        if "chunks" in vars(engine):
-            release(engine)
-    gc.collect()
+        release(engine)
+    if engines:
+        engines.clear()
+        gc.collect()
 
 
 def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.warm_commands import commands
 from tools.bench import __main__ as bench
 from tools.bench import harness
 from tools.bench.harness import Bar, Column, Option, Row, Subject, one_of
@@ -29,15 +30,8 @@ NUM_ROWS = {  # number of rows of a tiny run
     "recompute": 3,
 }
 NUM_ABSENT = {"attention": 2, "kernels": 15, "delta_passes": 1}  # rows of kernels that need CUDA
-# Beside `step`, or with tests of their own; `make gpu-hour GPU_HOUR=--tiny`, a part of CI, runs them all.
+# Beside `step`, or with tests of their own; `make test-gpu-hour`, a part of CI, runs them all.
 SLOW = ["longest", "checkpoint", "loss_head", "attention", "kernels", "delta_passes"]
-IN_TURN = """
-import sys
-from tools.bench.__main__ import main
-for name in sys.argv[2:]:
-    if main([name, "--tiny", "--json", f"{sys.argv[1]}/{name}.jsonl"]) != 0:
-        sys.exit(f"{name} failed")
-"""
 
 
 @pytest.mark.parametrize(
@@ -46,11 +40,12 @@ for name in sys.argv[2:]:
     ids=",".join,
 )
 def test_every_subject_has_a_tiny_run(names: list[str], tmp_path: Path) -> None:
-    """Runs in another process, because the trainer on a CPU replaces functions of torch permanently."""
-    command = [sys.executable, "-c", IN_TURN, str(tmp_path), *names]
-    printed = subprocess.run(command, capture_output=True, text=True)
-    assert printed.returncode == 0, printed.stdout + printed.stderr
+    """Runs in other processes, because the trainer on a CPU replaces functions of torch permanently."""
+    commands(tmp_path / "bin")
     for name in names:
+        command = [tmp_path / "bin/python", "-m", "tools.bench", name, "--tiny", "--json", tmp_path / f"{name}.jsonl"]
+        printed = subprocess.run(command, capture_output=True, text=True)
+        assert printed.returncode == 0, printed.stdout + printed.stderr
         header, *rows = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         assert torch.__version__.startswith(header["header"]["versions"]["torch"])
         assert len(rows) == NUM_ROWS[name]

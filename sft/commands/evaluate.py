@@ -132,7 +132,8 @@ def _make_questions(recipe: "Recipe", settings: "SuiteSettings", before: "LongSc
 
     config = recipe.config
     tokenizer = tokenizer_of(config)
-    suites = make_suites(settings, tokenizer, Path(config.cache_dir), console, num_processes(config.data))
+    data, cache_dir = config.data, Path(config.cache_dir)
+    suites = make_suites(settings, tokenizer, cache_dir, console, num_processes(data), data.cache_remote)
     for suite in suites:
         check_ids(config, suite.corpus, tokenizer)
     if before is not None and before.digest != digest_of(suites):

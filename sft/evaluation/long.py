@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
-from sft.data.long.suite import SuiteSettings, digest_of, open_suites
+from sft.data.long.suite import SuiteSettings, digest_of
 from sft.data.pipeline import HeldOutData
 from sft.evaluation.opened import opened
 from sft.metrics.long import LongScores, falls, table
 from sft.parallel.layout import Layout
+from sft.recipe.long_questions import open_on_ranks
 from sft.recipe.resolved import Recipe
 from sft.run.long_evaluation import score_suite
 
@@ -29,7 +30,7 @@ def main(
     The other arguments and the errors are those of `held_out.main`.
     """
     with opened(recipe, layout, source, HeldOutData, is_quiet=is_quiet) as run:
-        suites = open_suites(settings, run.tokenizer, Path(recipe.config.cache_dir))
+        suites = open_on_ranks(settings, run.tokenizer, recipe.config, run.engine.groups.control, run.out)
         scored = [score_suite(run.engine, suite, run.data.pad_id) for suite in suites]
         questions = tuple(question for scores in scored if scores is not None for question in scores.questions)
         scores = LongScores(digest=digest_of(suites), questions=questions)

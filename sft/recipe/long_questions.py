@@ -1,8 +1,12 @@
 """Makes the long-context questions of a run, and opens them when the run begins."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+
+import torch.distributed as dist
 
 from sft.config import Config
 from sft.console import Console
@@ -11,14 +15,14 @@ from sft.data.cache.prepare import num_processes
 from sft.data.cache.vocabulary import check_ids
 from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.loader import make_loader
-from sft.data.long.suite import Suite, made_lengths, make_suites, open_suites
+from sft.data.long.suite import Suite, SuiteSettings, fetch_suites, made_lengths, make_suites, open_suites
 from sft.data.pipeline import DataPipeline
 from sft.errors import ConfigError, DataError
 from sft.estimate.communicators import nccl_bytes
 from sft.estimate.gpus import Gpu, gpu_of_machine, usable_memory
 from sft.estimate.lengths import Lengths
 from sft.parallel.alignment import smallest_world
-from sft.parallel.collectives import broadcast_from_rank0
+from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0, on_every_rank
 from sft.parallel.layout import Layout, vocab_rows
 from sft.recipe.layout import resolve_layout
 from sft.recipe.long_in_run import InRun, asked_in_run, may_ask
@@ -47,7 +51,8 @@ def make_in_run(
     if asked.settings is None:
         return asked
     try:
-        suites = make_suites(asked.settings, tokenizer, Path(config.cache_dir), console, num_processes(config.data))
+        data, cache_dir = config.data, Path(config.cache_dir)
+        suites = make_suites(asked.settings, tokenizer, cache_dir, console, num_processes(data), data.cache_remote)
         for suite in suites:
             check_ids(config, suite.corpus, tokenizer)
     except DataError as error:
@@ -79,6 +84,7 @@ def open_in_run(
     command = f"`sft data prepare {recipe.arguments}`"
 
     def made() -> list[int]:
+        fetch_suites(settings, tokenizer, cache_dir, console, config.data.cache_remote)
         lengths = made_lengths(settings, tokenizer, cache_dir)
         if missing := [f"{length:,}" for length in settings.lengths if length not in lengths]:
             absent = f"the questions of {', '.join(missing)} tokens are not in data.cache_dir {cache_dir}"
@@ -93,12 +99,25 @@ def open_in_run(
 
     try:
         chosen = broadcast_from_rank0(made, control)
+        if not chosen:
+            return []
+        return open_on_ranks(replace(settings, lengths=tuple(chosen)), tokenizer, config, control, console)
     except DataError as error:  # on all ranks
         if must:
             raise
         console.say(f"long-context questions are not asked: {error}")
         return []
-    return open_suites(replace(settings, lengths=tuple(chosen)), tokenizer, cache_dir) if chosen else []
+
+
+def open_on_ranks(
+    settings: SuiteSettings, tokenizer: ChatTokenizer, config: Config, group: dist.ProcessGroup, console: Console
+) -> list[Suite]:
+    """The suites of `open_suites`, on every rank.  A node with its own disk fetches them first.  Collective."""
+    cache_dir, remote = Path(config.cache_dir), config.data.cache_remote
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    fetch = partial(fetch_suites, settings, tokenizer, cache_dir, console, remote)
+    all_gather_objects(lambda: fetch() if is_first else None, group)
+    return on_every_rank(lambda: open_suites(settings, tokenizer, cache_dir), group)
 
 
 def prepare_questions(recipe: Recipe, tokenizer: ChatTokenizer, corpus: Corpus, console: Console) -> None:

@@ -8,6 +8,8 @@
     teacher_counts.npy, teacher.npy
                    with data.teacher.k: the distributions of a teacher (`teacher_rows.py`)
     rejects.jsonl  rows that were skipped: {"row": 1841, "reason": "..."}; missing if no row was skipped
+    questions.jsonl
+                   with questions of a long-context suite: what they are (`long/suite.py`)
     omitted.jsonl  texts that the chat template left out, by row, role and kind (`omissions.py`); missing if none
     ledger.json    the row report, the weights that mask.npy indexes, the largest ids, sizes and digests of the other
                    files, and a digest of itself; written last
@@ -41,6 +43,7 @@ _TREE_ARRAYS: dict[str, np.dtype[Any]] = dict(zip(TreeTables._fields, DTYPES, st
 _TEACHER_ARRAYS = "teacher_counts", "teacher"
 LAST_FILE = "ledger.json"  # written last: the store is complete
 _REJECTS, _OMITTED = "rejects.jsonl", "omitted.jsonl"
+QUESTIONS = "questions.jsonl"
 _HASH_BYTES = 1 << 24
 
 
@@ -94,13 +97,16 @@ def open_store(folder: Path, *, verify: bool = False) -> Store | None:
         return None  # any other OSError is a fault of the disk or of this process, not of the store
 
 
-def write_store(temp: Path, parts: Iterable[EncodedRows], weights: np.ndarray) -> None:
+def write_store(temp: Path, parts: Iterable[EncodedRows], weights: np.ndarray, questions: str | None = None) -> None:
     """Writes the parts of a file as a store into the new folder `temp`, for `publish`.  Raises OSError.
 
     weights: the distinct weights of all parts, 0 and then rising.  The function holds one part and all rejects in
     memory, whatever the size of the file.
+    questions: the content of questions.jsonl; None: the store has no such file
     """
     temp.mkdir(parents=True)
+    if questions is not None:
+        (temp / QUESTIONS).write_text(questions, encoding="utf-8")
     counts = _write_parts(temp, parts, weights)
     if counts.rejects:
         lines = [json.dumps(reject._asdict(), ensure_ascii=False) + "\n" for reject in counts.rejects]
@@ -211,7 +217,7 @@ def _array_names(folder: Path) -> list[str]:
 def _describe(folder: Path) -> dict[str, dict[str, Any]]:
     """Size and digest of every file except ledger.json."""
     described = {f"{name}.npy": _digest(_map(folder / f"{name}.npy")) for name in _array_names(folder)}
-    for name in (_REJECTS, _OMITTED):
+    for name in (_REJECTS, _OMITTED, QUESTIONS):
         if (folder / name).exists():
             with (folder / name).open("rb") as file:
                 described[name] = hashlib.file_digest(file, "sha256").hexdigest()

@@ -23,8 +23,9 @@ from sft.console import Console
 from sft.data import limited
 from sft.data.cache.corpus import Corpus
 from sft.data.cache.encoder import EncodedRows
+from sft.data.cache.remote_stores import RemoteStores
 from sft.data.cache.row_report import LINE
-from sft.data.cache.store import open_store, publish, write_store
+from sft.data.cache.store import QUESTIONS, open_store, publish, write_store
 from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer
 from sft.data.long.asking import without_thinking
 from sft.data.long.compose import Bin, Question, compose
@@ -34,7 +35,6 @@ from sft.files.atomic_files import unusable
 # Version of the texts.  A change that gives any question other tokens must change this text;
 # tests/unit/data/long/test_suite.py fails if the tokens of its questions change and this text does not.
 TEXTS = "1"
-_FACTS = "questions.jsonl"
 _BYTES_PER_TOKEN = 16  # of the text of a question, for the limits of the process that makes it
 
 
@@ -90,14 +90,21 @@ class Suite:
 
 
 def make_suites(
-    settings: SuiteSettings, tokenizer: ChatTokenizer, cache_dir: Path, console: Console, num_processes: int
+    settings: SuiteSettings,
+    tokenizer: ChatTokenizer,
+    cache_dir: Path,
+    console: Console,
+    num_processes: int,
+    remote: str | None = None,
 ) -> list[Suite]:
     """Makes the suites that `cache_dir` lacks, and returns the suites of all lengths at which a question fits.
 
+    remote: data.cache_remote, from which suites are fetched, and to which they are sent
     A task is left out at a length at which the evidence of one of its questions does not fit.
     Raises DataError if the template cannot ask the questions, if no question fits, or if `cache_dir` cannot be written.
     """
     asking = without_thinking(tokenizer)
+    fetch_suites(settings, tokenizer, cache_dir, console, remote)
     try:
         for length in settings.lengths:
             if _open(settings, length, tokenizer, cache_dir) is None:
@@ -113,7 +120,21 @@ def make_suites(
         raise unusable(
             "the questions of the long-context suites cannot be written", cache_dir, error, DataError
         ) from error
+    if remote is not None:
+        RemoteStores(remote, console).send(_folders(settings, tokenizer, cache_dir))
     return open_suites(settings, tokenizer, cache_dir)
+
+
+def fetch_suites(
+    settings: SuiteSettings, tokenizer: ChatTokenizer, cache_dir: Path, console: Console, remote: str | None
+) -> None:
+    """Fetches the suites that this machine lacks from data.cache_remote.  Called by one process of each node."""
+    if remote is not None:
+        RemoteStores(remote, console).fetch(_folders(settings, tokenizer, cache_dir))
+
+
+def _folders(settings: SuiteSettings, tokenizer: ChatTokenizer, cache_dir: Path) -> list[Path]:
+    return [suite_folder(settings, length, tokenizer, cache_dir) for length in settings.lengths]
 
 
 def open_suites(settings: SuiteSettings, tokenizer: ChatTokenizer, cache_dir: Path) -> list[Suite]:
@@ -121,7 +142,10 @@ def open_suites(settings: SuiteSettings, tokenizer: ChatTokenizer, cache_dir: Pa
     opened = [_open(settings, length, tokenizer, cache_dir) for length in settings.lengths]
     suites = [suite for suite in opened if suite is not None]
     if len(suites) < len(opened):
-        raise DataError(f"the long-context suites are not in {cache_dir}.  Give each node the same data.cache_dir.")
+        raise DataError(
+            f"the long-context suites are not in {cache_dir}.  Give each node the same data.cache_dir, or set "
+            "data.cache_remote, and run sft data prepare."
+        )
     if not (fitting := [suite for suite in suites if suite.facts]):
         raise DataError(
             f"no question of {', '.join(settings.tasks)} fits into {max(settings.lengths):,} tokens with the tokenizer "
@@ -159,9 +183,9 @@ def _open(settings: SuiteSettings, length: int, tokenizer: ChatTokenizer, cache_
     """The suite of one length; None if it is missing or damaged."""
     folder = suite_folder(settings, length, tokenizer, cache_dir)
     store = open_store(folder)
-    if store is None:
+    if store is None or not (folder / QUESTIONS).exists():
         return None
-    lines = (folder / _FACTS).read_text(encoding="utf-8").splitlines()
+    lines = (folder / QUESTIONS).read_text(encoding="utf-8").splitlines()
     facts = [Fact(**{**fact, "evidence": tuple(fact["evidence"])}) for fact in map(json.loads, lines)]
     return Suite(length, Corpus([folder], [store], ["long"]), tuple(facts))
 
@@ -186,9 +210,9 @@ def _make(
         console.say(f"{length:,} tokens are too few for the evidence of {', '.join(sorted(unfit))}, which is left out")
     questions = [question for question in questions if question.bin.task not in unfit]
     try:
-        write_store(temp, map(_encoded, range(len(questions)), questions), np.array([0, 1], np.float32))
         facts = "".join(json.dumps(_fact(question)) + "\n" for question in questions)
-        (temp / _FACTS).write_text(facts, encoding="utf-8")
+        encoded = map(_encoded, range(len(questions)), questions)
+        write_store(temp, encoded, np.array([0, 1], np.float32), facts)
         publish(temp, folder)
     finally:
         shutil.rmtree(temp, ignore_errors=True)

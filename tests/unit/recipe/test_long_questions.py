@@ -47,7 +47,8 @@ def test_no_chat_template(tmp_path: Path) -> None:
 
 def test_a_run_asks_what_was_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """auto goes on without questions that are missing, and says so."""
-    monkeypatch.setattr(long_questions, "broadcast_from_rank0", lambda make, group: make())
+    for collective in ("broadcast_from_rank0", "all_gather_objects", "on_every_rank"):
+        monkeypatch.setattr(long_questions, collective, lambda make, group: make())
     recipe, tokenizer = recipe_in(tmp_path, "data.long.tasks=[needle]"), ByteTokenizer()
     layout = Layout.resolve(recipe.config, 1)
     data: Any = SimpleNamespace(

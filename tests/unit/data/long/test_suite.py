@@ -15,9 +15,19 @@ from sft.console import Console
 from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer, FolderTokenizer
 from sft.data.long import asking, compose
 from sft.data.long.asking import Asked
-from sft.data.long.suite import TEXTS, Suite, SuiteSettings, make_suites, open_suites, suite_folder
+from sft.data.long.suite import (
+    TEXTS,
+    Suite,
+    SuiteSettings,
+    digest_of,
+    fetch_suites,
+    make_suites,
+    open_suites,
+    suite_folder,
+)
 from sft.data.long.tasks import TASKS
 from sft.errors import DataError
+from tests.object_store import Server
 
 BYTE = ByteTokenizer()
 SMALL = SuiteSettings(tasks=("needle", "counting"), lengths=(1024, 2048), depths=(0.0, 1.0), questions=2, seed=0)
@@ -123,3 +133,15 @@ def test_the_version_of_the_texts(tmp_path: Path) -> None:
     (suite,), _ = suites(tmp_path, DIGESTED)
     content = np.concatenate([suite.corpus.sample(i).tokens for i in range(len(TASKS))])
     assert (TEXTS, hashlib.sha256(content.astype("<i4").tobytes()).hexdigest()[:16]) == DIGEST
+
+
+def test_another_node_fetches_the_questions(s3: Server, tmp_path: Path) -> None:
+    remote, said = "s3://bucket/cache", Console(0, io.StringIO())
+    made = make_suites(SMALL, BYTE, tmp_path / "a", said, 1, remote)
+    with pytest.raises(DataError, match="set data.cache_remote, and run sft data prepare"):
+        open_suites(SMALL, BYTE, tmp_path / "b")
+    fetch_suites(SMALL, BYTE, tmp_path / "b", said, remote)
+    fetched = open_suites(SMALL, BYTE, tmp_path / "b")
+    assert digest_of(fetched) == digest_of(made) and [suite.facts for suite in fetched] == [
+        suite.facts for suite in made
+    ]

@@ -35,8 +35,8 @@ def export(
     merged: bool | None = None,
     quiet: bool = False,
 ) -> Exported:
-    """Convert a checkpoint to the new Hugging Face folder `target`, or to s3://BUCKET/PATH, in one process without a
-    GPU.
+    """Convert a checkpoint to the new Hugging Face folder `target`, to s3://BUCKET/PATH or to hf://OWNER/NAME, in one
+    process without a GPU.
 
     source: a checkpoint; or a run or a folder of checkpoints, whose newest checkpoint is converted
     hf: folder or hub name of the original model, for a checkpoint that does not name it
@@ -52,12 +52,12 @@ def export(
     from sft.files.object_store import is_url
     from sft.hf.hub_weights import model_folder
     from sft.weights.export.export_hf import export_hf
-    from sft.weights.export.remote_export import export_to_store
+    from sft.weights.export.remote_export import export_to_url
 
     like = None if hf is None else model_folder(str(hf))
     console, options = Console(0, is_quiet=quiet), dict(like=like, dtype=dtype, format=format, merged=merged)
     if is_url(str(target)):
-        checkpoint, num_bytes = export_to_store(Path(source), str(target), console, verify=verify, **options)
+        checkpoint, num_bytes = export_to_url(Path(source), str(target), console, verify=verify, **options)
         return Exported(folder=str(target), checkpoint=checkpoint, num_bytes=num_bytes)
     folder = Path(target)
     checkpoint = export_hf(Path(source), folder, console, verify=verify, **options)

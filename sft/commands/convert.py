@@ -25,7 +25,10 @@ def add(commands: Any) -> None:
     to_hf = commands.add_parser("export", help="convert a checkpoint to a Hugging Face folder that can be served")
     about = "checkpoint; or a run or a folder of checkpoints, whose newest checkpoint is converted"
     to_hf.add_argument("source", metavar="SRC", type=Path, help=about)
-    to_hf.add_argument("target", metavar="DST", help="Hugging Face folder to create, or s3://BUCKET/PATH")
+    about = (
+        "Hugging Face folder to create; or s3://BUCKET/PATH; or hf://OWNER/NAME, with a branch hf://OWNER/NAME@BRANCH"
+    )
+    to_hf.add_argument("target", metavar="DST", help=about)
     about = "folder or hub name of the original model, for a checkpoint that does not name it"
     to_hf.add_argument("--hf", metavar="FOLDER", help=about)
     about = "compare the SHA-256 (full, the default) or only the sizes of the checkpoint's files with its manifest"

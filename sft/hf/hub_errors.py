@@ -10,20 +10,26 @@ from sft.errors import ConfigError
 
 @contextmanager
 def translated(name: str, repo: str, revision: str | None) -> Iterator[None]:
-    """A context manager that turns every error except a ConfigError into a ConfigError about the hub name `name`.
+    """A context manager that turns every error except a ConfigError into a ConfigError about the hub name `name`.  It
+    also disables the progress bars of huggingface_hub."""
+    try:
+        with without_progress_bars():
+            yield
+    except ConfigError:
+        raise
+    except Exception as error:  # HTTP library, TLS, proxies and storage back ends raise their own classes of errors
+        raise ConfigError(f"{name}: {_paragraph(error, repo, revision)}") from error
 
-    It also disables the progress bars of huggingface_hub, because our console shows the progress.
-    """
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """A context manager that disables the progress bars of huggingface_hub, because our console shows the progress."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     were_enabled = not are_progress_bars_disabled()
     disable_progress_bars()
     try:
         yield
-    except ConfigError:
-        raise
-    except Exception as error:  # HTTP library, TLS, proxies and storage back ends raise their own classes of errors
-        raise ConfigError(f"{name}: {_paragraph(error, repo, revision)}") from error
     finally:
         if were_enabled:
             enable_progress_bars()

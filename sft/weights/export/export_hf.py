@@ -67,14 +67,19 @@ def export_hf(source: Path, target: Path, console: Console, *, verify: Verify = 
     A ConfigError or CheckpointError means that nothing was written.
     """
     refuse_existing(target)
+    path = find_checkpoint(source)
+    with _verifying(path, verify, console) as finish_verification:
+        _convert(path, target, console, finish_verification, Options(**options))
+    return path
+
+
+def find_checkpoint(source: Path) -> Path:
+    """The checkpoint `source`, or the newest of the run or folder `source`; CheckpointError if there is none."""
     if (source / CONFIG).is_file() and any(source.glob("*.safetensors")):
         raise CheckpointError(
             f"{source} is a Hugging Face folder already, so there is nothing to convert.  Give a checkpoint or a run."
         )
-    path = folders.find([source, source / "checkpoints"], str(source))
-    with _verifying(path, verify, console) as finish_verification:
-        _convert(path, target, console, finish_verification, Options(**options))
-    return path
+    return folders.find([source, source / "checkpoints"], str(source))
 
 
 def _convert(

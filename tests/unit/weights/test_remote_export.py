@@ -52,10 +52,6 @@ def test_an_export_to_a_store(s3: Server, tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "url, reason",
     [
-        (
-            "hf://org/model",
-            "exports are not sent to the Hugging Face hub.  Export to a folder, then send it: hf upload",
-        ),
         ("gs://bucket/a", "names a store gs://, which is not tested, so it is refused"),
         ("s3://missing/a", "the bucket does not exist"),
     ],

@@ -94,6 +94,11 @@ def find(
         if damaged and not broadcast_from_rank0(lambda: bool(folders.candidates(folder)), groups.control):
             raise CheckpointError(continuation.none_undamaged(folder, damaged))
         paths, is_named = broadcast_from_rank0(lambda: continuation.selected(config, folder), groups.control)
+        if not paths and config.resume == "must":
+            raise CheckpointError(
+                f"checkpoint.resume = must, but neither {folder} nor {config.remote} has a checkpoint.  Set "
+                "checkpoint.resume=auto to begin a run."
+            )
         if not paths:
             return None
         try:

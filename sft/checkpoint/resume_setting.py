@@ -12,7 +12,8 @@ WORDS = ("auto", "must", "never")
 def check(config: CheckpointConfig, folder: Path) -> None:
     """Raise CheckpointError if checkpoint.resume does not fit what is in `folder`, the run's folder of checkpoints.
 
-    `sft check` and every start of a run call this function.
+    `sft check` and every start of a run call this function.  Only the start looks for a checkpoint in
+    checkpoint.remote.
     """
     has_checkpoint = bool(folders.candidates(folder))
     if config.resume == "never":
@@ -21,7 +22,7 @@ def check(config: CheckpointConfig, folder: Path) -> None:
                 f"checkpoint.resume = never, but {folder} holds checkpoints of an earlier run.  A new run would mix "
                 "its checkpoints with them.  Choose another run.dir, or resume with checkpoint.resume=auto."
             )
-    elif config.resume == "must" and not has_checkpoint:
+    elif config.resume == "must" and not has_checkpoint and config.remote is None:
         raise CheckpointError(f"checkpoint.resume = must, but {folder} has no checkpoint; expected {folders.EXPECTED}.")
     elif not has_checkpoint and folders.has_saved_before(folder):
         raise CheckpointError(

@@ -75,6 +75,9 @@ def test_nodes_with_their_own_disks(
     keys += [f"checkpoint.remote={REMOTE}"]
     monkeypatch.chdir(nodes[0])
     assert main(["data", "prepare", str(tmp_path / "recipe.yaml"), *keys]) == 0
+    must = [*keys, "checkpoint.resume=must"]
+    (code, _, told), other = ended(started(tmp_path, monkeypatch, *must))
+    assert (code, other[0]) == (2, 2) and f"neither run/checkpoints nor {REMOTE} has a checkpoint" in told, told
     records_of: dict[int, dict[str, Any]] = {}
     for lost, step in ((1, 3), (0, 5)):
         lose(s3, started(tmp_path, monkeypatch, *keys), lost, step)
@@ -86,7 +89,7 @@ def test_nodes_with_their_own_disks(
     # no start of node a is left; the store knows them
     monkeypatch.chdir(nodes[0])
     assert main(["data", "prepare", str(tmp_path / "recipe.yaml"), *keys]) == 0
-    first, second = ended(started(tmp_path, monkeypatch, *keys))
+    first, second = ended(started(tmp_path, monkeypatch, *must))
     assert (first[0], second[0]) == (0, 0), (first, second)
     assert "resumed step 4 from run/checkpoints/iter_0000004" in first[1]
     records_of |= {record["step"]: record for record in records(nodes[0], "train")}

@@ -23,7 +23,7 @@ from sft.data.cache.remote_stores import RemoteStores
 from sft.data.cache.store import Store, open_store
 from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.read.named_dataset import LoadedDataset
-from sft.data.read.rows import DataFile, row_name
+from sft.data.read.rows import DataFile, file_name, row_name
 from sft.data.work import Work
 from sft.errors import DataError, first_few
 from sft.files.atomic_files import unusable
@@ -219,11 +219,11 @@ class Corpus:
 
 
 def file_names(paths: Sequence[DataFile]) -> list[str]:
-    """A name for each file: the file name up to its first dot, or the path if two files share this name.  A dataset has
-    the name that the recipe gives."""
+    """A name for each file: the file name up to its first dot, or the path or URL if two files share this name.  A
+    dataset has the name that the recipe gives."""
     stems = [path.name if isinstance(path, LoadedDataset) else path.name.split(".")[0] for path in paths]
     counts = Counter(stems)
-    return [stem if counts[stem] == 1 else str(path) for stem, path in zip(stems, paths, strict=True)]
+    return [stem if counts[stem] == 1 else file_name(path) for stem, path in zip(stems, paths, strict=True)]
 
 
 def find_prepared(

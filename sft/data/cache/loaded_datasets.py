@@ -9,7 +9,7 @@ the bytes of the Arrow files, as for any data file.  So a commit with other rows
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from sft.config import Input, NamedDataset
 from sft.console import Console
 from sft.data.cache.digests import content_digest
-from sft.data.read import remote_files
 from sft.data.read.named_dataset import COMMIT, HubUnreachable, LoadedDataset, load_dataset
+from sft.data.read.remote_files import find_staged, stage
 from sft.data.read.rows import DataFile, check_file
 from sft.data.read.tables import TableSlice
 from sft.errors import DataError
@@ -41,32 +41,33 @@ def open_inputs(inputs: Sequence[Input], cache_dir: Path, console: Console) -> l
 
     Raises DataError if a file or dataset cannot be used.
     """
-    return [
-        (
-            _load(entry, cache_dir, console)
-            if isinstance(entry, NamedDataset)
-            else _checked(remote_files.stage(entry, cache_dir, console) if is_url(entry) else Path(entry))
-        )
-        for entry in inputs
-    ]
+    return _files(
+        inputs, lambda wanted: _load(wanted, cache_dir, console), lambda url: stage(url, cache_dir, console)
+    )
 
 
 def find_inputs(inputs: Sequence[Input], cache_dir: Path, *, command: str) -> list[DataFile]:
     """Checks the files, and finds the files at URLs and the datasets that `command` has fetched.  Raises DataError if
     one is not fetched."""
-    return [
-        (
-            _find(entry, cache_dir, command)
-            if isinstance(entry, NamedDataset)
-            else _checked(remote_files.find_staged(entry, cache_dir, command=command) if is_url(entry) else Path(entry))
-        )
-        for entry in inputs
-    ]
+    return _files(
+        inputs,
+        lambda wanted: _find(wanted, cache_dir, command),
+        lambda url: find_staged(url, cache_dir, command=command),
+    )
 
 
-def _checked(path: Path) -> Path:
-    check_file(path)
-    return path
+def _files(
+    inputs: Sequence[Input], dataset: Callable[[NamedDataset], LoadedDataset], copy: Callable[[str], Path]
+) -> list[DataFile]:
+    """dataset: finds or loads a dataset; copy: finds or fetches the file at a URL"""
+    files: list[DataFile] = []
+    for entry in inputs:
+        if isinstance(entry, NamedDataset):
+            files.append(dataset(entry))
+        else:
+            files.append(copy(entry) if is_url(entry) else Path(entry))
+            check_file(files[-1])
+    return files
 
 
 def _find(wanted: NamedDataset, cache_dir: Path, command: str) -> LoadedDataset:

@@ -24,6 +24,8 @@ from sft.files.object_store import ObjectStore, Version
 
 FOLDER = "remote"
 _HUB = "hf://"
+_COPY = re.compile(rf"(?:^|/){FOLDER}/[0-9a-f]{{32}}/(.+)")
+_HUB_COPY = re.compile(r"(?:^|/)datasets--(.+?)--([^/]+)/snapshots/[^/]+/(.+)")
 _HUB_FILE = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+?)(?:@([^/\s]+))?/([^\s]*[^\s/])")
 
 
@@ -78,6 +80,18 @@ def find_staged(url: str, cache_dir: Path, *, command: str) -> Path:
             f"sees this folder: {command}"
         )
     return path
+
+
+def url_of(path: Path) -> str | None:
+    """The URL of a copy; None if the file is no copy.
+
+    cache/remote/5c1e.../bucket/a.jsonl                               ->  s3://bucket/a.jsonl
+    hf/hub/datasets--OWNER--NAME/snapshots/8049.../chats/a.parquet    ->  hf://datasets/OWNER/NAME/chats/a.parquet
+    """
+    if match := _COPY.search(path.as_posix()):
+        return f"{object_store.SCHEME}{match[1]}"
+    match = _HUB_COPY.search(path.as_posix())
+    return match and f"{_HUB}datasets/{match[1]}/{match[2]}/{match[3]}"
 
 
 def _num_bytes(path: Path) -> int:

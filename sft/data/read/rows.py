@@ -15,6 +15,7 @@ import numpy as np
 
 from sft.data.read.json_rows import COMPRESSED, find_first_row, read_blocks, read_elements, read_lines, scan_lines
 from sft.data.read.named_dataset import LoadedDataset
+from sft.data.read.remote_files import url_of
 from sft.data.read.strict_json import Content, parse_json
 from sft.data.read.tables import count_table, read_slices, read_table
 from sft.errors import DataError, first_few
@@ -122,13 +123,21 @@ def row_name(path: DataFile, number: int) -> str:
 
     chat.jsonl:1841                                   a line of a file, compressed or not
     chat.parquet row 1841                             a row of any other file
+    s3://bucket/chat.jsonl:1841                       a line of a copy, which has the name of the URL
     HuggingFaceH4/ultrachat_200k train_sft row 1841   a row of a dataset by name, counted in the recipe's split
     """
     if isinstance(path, LoadedDataset):
         return f"{path} row {number}"
     kind = kind_of(path)
     is_lines = kind == "jsonl" or (kind == "json" and not find_first_row(path, may_be_list=True)[0])
-    return f"{path}:{number}" if is_lines else f"{path} row {number}"
+    return f"{file_name(path)}:{number}" if is_lines else f"{file_name(path)} row {number}"
+
+
+def file_name(path: DataFile) -> str:
+    """The name of a file in messages: the URL of a copy, the path of another file, and what a recipe says of a
+    dataset."""
+    url = url_of(path) if isinstance(path, Path) else None
+    return url or str(path)
 
 
 def hint(path: DataFile, content: Content) -> str:

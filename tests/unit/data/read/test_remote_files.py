@@ -67,6 +67,19 @@ def test_samples_are_those_of_a_local_file_and_each_byte_comes_once(s3: Server, 
     assert gets(s3) == [] and [method for method, _, _ in s3.requests] == ["HEAD"] * 2
 
 
+def test_copies_have_the_names_of_their_urls(s3: Server, tmp_path: Path) -> None:
+    urls = [put("a/x.jsonl", lines(ROW)), put("b/x.jsonl", lines(LONG))]
+    corpus = corpus_of(*urls, cache=tmp_path / "cache")
+    assert corpus.sources == tuple(urls)
+    assert [corpus.name(i) for i in range(2)] == [f"{url}:1" for url in urls]
+    put("b/x.jsonl", b"{")
+    with pytest.raises(DataError, match=f"^{urls[1]}:1: "):
+        corpus_of(*urls, cache=tmp_path / "cache")
+    of_hub = Path("hf/hub/datasets--org--my--chats/snapshots/8049/d/a.parquet")
+    assert remote_files.url_of(of_hub) == "hf://datasets/org/my--chats/d/a.parquet"
+    assert remote_files.url_of(Path("remote/a.jsonl")) is None
+
+
 def test_a_file_that_changes_is_noticed(s3: Server, tmp_path: Path) -> None:
     url = put("a.jsonl", lines(ROW))
     old = corpus_of(url, cache=tmp_path)

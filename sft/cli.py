@@ -164,8 +164,10 @@ def _report_to_torchrun(message: str) -> None:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if unknown := _UNKNOWN_COMMAND.match(message):
-            close = difflib.get_close_matches(unknown[1], re.findall(r"[\w-]+", unknown[2]), n=1)
-            message += f".  Did you mean {close[0]}?" if close else ""
+            commands = re.findall(r"[\w-]+", unknown[2])
+            close = difflib.get_close_matches(unknown[1], commands, n=1)
+            advice = f"Did you mean {self.prog} {close[0]}?" if close else f"Commands: {', '.join(commands)}."
+            raise ConfigError(f"unknown command {self.prog} {unknown[1]}.  {advice}")
         end = "" if message.endswith("?") else "."
         raise ConfigError(f"{message}{end}\n{self.format_usage().strip()}")
 

@@ -1,5 +1,6 @@
 """`sft.generate`: lets weights answer prompts, for a first look, with transformers."""
 
+import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -170,10 +171,22 @@ def _open(folder: Path, device: str) -> tuple[Any, Any]:
     except ImportError as error:
         raise ConfigError(f"{folder} needs a package that is not installed: {error}.") from error
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"transformers cannot open {folder}: {error}") from error
+        subject = f"transformers cannot open {folder}{_base_of(folder)}"
+        raise ConfigError(f"{subject}: {' '.join(str(error).split())}") from error
     if tokenizer.chat_template is None:
         raise ConfigError(f"the tokenizer of {folder} has no chat template, so chats cannot be written for the model.")
     return model.to(device).eval(), tokenizer
+
+
+def _base_of(folder: Path) -> str:
+    """Names the model of adapters for a message, if it is a folder that is gone; otherwise empty."""
+    try:
+        base = str(json.loads((folder / ADAPTERS).read_text(encoding="utf-8"))["base_model_name_or_path"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    if Path(base).exists():
+        return ""
+    return f", whose adapters need {base}, which is no folder here (base_model_name_or_path in {ADAPTERS} names it)"
 
 
 def _answer(model: Any, tokenizer: Any, prompt: Prompt, options: Mapping[str, Any]) -> Generated:

@@ -19,6 +19,9 @@ from sft.checkpoint.train_state import BASE, Changes, Conditions, changes
 from sft.config import CheckpointConfig, Config
 from sft.errors import CheckpointError, first_few
 
+# Keys of which another value always gives weights of another number or shape.
+_SHAPES = [f"model.{name}" for name in ("num_layers", "hidden_size", "ffn_hidden_size")]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Continuation:
@@ -175,7 +178,8 @@ def check_base(path: Path | str, stored: str | None, base: str | None, *, is_com
     raise CheckpointError(
         f"{path} trains {'all weights' if stored is None else 'adapters' + weights}, but this recipe trains "
         f"{'all weights' if base is None else 'adapters' + other}.  Give model.hf, model.init_from, "
-        "model.base_dtype and lora.rank the values of that run; a new run needs another run.dir."
+        "model.base_dtype and lora.rank the values of that run; or start a new run with another run.dir"
+        f"{f', from these weights: model.init_from={path}' if stored is None else ''}."
     )
 
 
@@ -230,9 +234,11 @@ def _refusal(path: Path | str, changed: Changes, allowed: list[str]) -> str:
     override = shlex.quote(f"checkpoint.allow_changes=[{', '.join([*allowed, *changed.refused])}]")
     refused = "; ".join(f"{key} {change}" for key, change in changed.refused.items())
     others = f"  Also changed: {'; '.join(changed.reported)}." if changed.reported else ""
+    refusal = f"{path} cannot be resumed with this recipe: {refused}.{others}  Undo the change; or "
+    if any(key in changed.refused for key in _SHAPES):
+        return f"{refusal}start a new run with another run.dir: the weights have other shapes."
     weights = path if isinstance(path, Path) else "FOLDER, after you have copied it there,"
     return (
-        f"{path} cannot be resumed with this recipe: {refused}.{others}  Undo the change; or accept it, if the tensors "
-        f"keep their shapes: {override}; or start a new run from the weights of the checkpoint: "
-        f"model.init_from={weights} with another run.dir."
+        f"{refusal}accept it, if the tensors keep their shapes: {override}; or start a new run from the weights of the "
+        f"checkpoint: model.init_from={weights} with another run.dir."
     )

@@ -13,7 +13,7 @@ _NAMES = {
     "model.num_layers": "num_hidden_layers n_layers",
     "model.num_query_groups": "num_key_value_heads",
     "model.rope.base": "rotary_base rope_theta",
-    "model.rope.scaling": "rope_scaling rope_type",
+    "model.rope.scaling": "rope_type",
     "model.tie_embeddings": "tie_word_embeddings",
     "data.train": "datasets dataset_name dataset_path data_path data_files train_file train_files train_data"
     " dataset_root dataset_train_split dataset_text_field dataset_dir mix_strategy interleave_probs",
@@ -100,7 +100,6 @@ _NAMES = {
     "data.doc_multiple": "pad_seq_to_mult pad_to_multiple_of",
     "data.shuffle": "shuffle_dataset",
     "data.chat_template": "template chat_template_path",
-    "data.chat_template_kwargs": "enable_thinking",
     "model.moe.aux_loss_coef": "moe_aux_loss_coeff moe_aux_loss_coef router_aux_loss_coef",
     "model.moe.z_loss_coef": "moe_z_loss_coeff",
     "train.mlp_tile": "tiled_mlp",
@@ -131,9 +130,10 @@ _REASONS = {
     "Training in FP4 is not supported; run.fp8 trains in FP8, and checkpoint.export_format=nvfp4 quantises exports": (
         "fp4 fp4_format fp4_recipe fp4_param nvfp4"
     ),
-    "fp16 is not supported; run.precision is bf16 or fp32": "fp16 half",
-    "A microbatch is one pack of data.seq_length tokens; train.global_batch_size is the number of packs per step, over "
-    "all GPUs": "batch_size micro_batch_size per_device_train_batch_size train_micro_batch_size_per_gpu"
+    "fp16 is not supported, because gradients would need loss scaling; use run.precision=bf16": "fp16 half",
+    "A microbatch is always one pack; train.global_batch_size, the packs of a step on all GPUs, is micro batch size x "
+    "accumulation steps x data-parallel size": "batch_size micro_batch_size per_device_train_batch_size"
+    " train_micro_batch_size_per_gpu"
     " gradient_accumulation_steps gradient_accumulation num_microbatches num_micro_batches",
     "A microbatch is one pack, in evaluations, too": "eval_batch_size per_device_eval_batch_size eval_micro_batch_size"
     " eval_iters",
@@ -151,7 +151,17 @@ _REASONS = {
     "The optimizer is optim.name, AdamW or Muon, and its keys are those of optim": "optimizer optim_args optimizer_name"
     " optim_target_modules",
     "The code of a model is never downloaded": "trust_remote_code",
-    "Training uses supervised tokens only: no rewards and no preferences": "rl dpo grpo reward_model beta_dpo",
+    "Training uses supervised tokens only: no rewards and no preferences": "rl dpo grpo reward_model beta_dpo beta"
+    " ref_model ref_model_name_or_path max_prompt_length max_completion_length loss_type pref_loss pref_beta rlhf_type",
+    "`sft score` writes a teacher's distributions into files, which data.teacher.files names": "teacher_model"
+    " teacher_model_name_or_path kd_teacher distill_teacher",
+    "8-bit moments are optim.moments=int8, with optim.name=adamw": "adamw_8bit adamw_bnb_8bit paged_adamw_8bit"
+    " adamw_torch_8bit adam8bit",
+    "Variables of the chat template stand in data.chat_template_kwargs, such as {enable_thinking: false}": (
+        "enable_thinking"
+    ),
+    "model.rope has its keys: scaling (rope_type), factor, original_max_position, base (rope_theta)": "rope_scaling"
+    " rope_parameters",
     "Experts always run as grouped GEMMs and all-to-all, with parallel.ep ranks; "
     "parallel.ep_comm says how": "moe_token_dispatcher_type moe_grouped_gemm",
     "All rows of a file are used; a shorter file, or the weight of a source in data.train, "
@@ -160,7 +170,7 @@ _REASONS = {
     "Learning rates decay until the last step of the run": "lr_decay_iters lr_decay_steps lr_decay_samples",
     "Linear, cosine and other shapes are optim.schedule, which the other keys of optim describe": "lr_scheduler_kwargs",
     "Training minimises the cross-entropy of supervised tokens; loss.reduction and "
-    "loss.denominator weigh them": "loss_type use_dft_loss",
+    "loss.denominator weigh them": "use_dft_loss",
     "Embeddings get no noise": "neftune_noise_alpha",
     "Models are not compiled by torch.compile": "torch_compile torch_compile_backend",
     "Towers of images are never trained; their tensors are passed through": "freeze_vision_tower"
@@ -192,6 +202,10 @@ def why_not_here(name: str) -> str | None:
 
 
 def _known(name: str) -> str | None:
-    """The last part of a dotted name that is a setting of another trainer: trainer.Max-Steps -> max_steps"""
+    """The last part of a dotted name that is a setting of another trainer: trainer.Max-Steps -> max_steps
+
+    Two parts may be such a setting together: rope.type -> rope_type
+    """
     words = [part.replace("-", "_").lower() for part in reversed(name.split("."))]
+    words += [f"{group}_{part}" for part, group in zip(words, words[1:], strict=False)]
     return next((word for word in words if word in CALLED_HERE or word in NOT_HERE), None)

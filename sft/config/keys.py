@@ -28,7 +28,7 @@ RENAMED = {
 }
 # Names of values in other trainers and earlier versions, and their names in a recipe.
 _CALLED = {"gpu": "cuda", "float32": "fp32", "bfloat16": "bf16", "truncate": "cut_turns"}
-_CALLED |= dict.fromkeys(("flash_attention_2", "flash_attention_3", "flash_attention", "flash", "sdpa"), "auto")
+_FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention", "flash", "sdpa")
 _COUNT = re.compile(r"([1-9][0-9]{0,9}) ?([kKmM])")
 _SHIFTS = {"K": 10, "M": 20}
 _BYTES = re.compile(r"([1-9][0-9]{0,9}) ?([kKmM])i?[bB]")
@@ -190,6 +190,7 @@ def _in_words(kind: Any, bounds: Sequence[Any], *, alone: bool = False) -> str:
             groups = ["groups of keys"] if {RowsConfig, SourceConfig} & set(values) else []
             such = [] if SourceConfig in values else ["such" if alone else "values"]
             words = f"a mapping of names to {' or '.join([*such, *groups])}"
+            words += ", such as {chat: {dataset: OWNER/NAME}}" * (SourceConfig in values)
             bounds = ()
         case _:
             names = {bool: "true or false", int: "a whole number", float: "a number", str: "non-empty text"}
@@ -203,21 +204,25 @@ def show(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def unknown(key: str, where: str) -> str:
+def unknown(key: str, where: str, advice: str | None = None) -> str:
     """The error message for an unknown key: "unknown key data.seq_lenght (a.yaml, line 12).  Did you mean ...?"
 
-    where: the origin of the key
+    where: the origin of the key; advice: None is that of `advice_for`
     """
-    other, advice = _elsewhere(key), keys_of(key.rpartition(".")[0])
+    return f"unknown key {key if key.isprintable() and key else show(key)} ({where}).  {advice or advice_for(key)}"
+
+
+def advice_for(key: str, value: Any = None) -> str:
+    """Advice for an unknown key, to which the user gave `value`: "Did you mean data.seq_length?"."""
+    other = _elsewhere(key)
     if ours := foreign.called_here(other):
-        advice = f"It is called {ours} here, which takes {expected(ours)}."
-    elif ours := _of_another_group(other):
-        advice = f"Did you mean {ours}?"
-    elif reason := foreign.why_not_here(other):
-        advice = reason
-    elif near := nearest(key):
-        advice = f"Did you mean {near}?"
-    return f"unknown key {key if key.isprintable() and key else show(key)} ({where}).  {advice}"
+        return f"It is called {ours} here, which takes {expected(ours)}.{hint(ours, value) if value is True else ''}"
+    if ours := _of_another_group(other):
+        return f"Did you mean {ours}?"
+    if reason := foreign.why_not_here(other):
+        return reason
+    near = nearest(key)
+    return f"Did you mean {near}?" if near else keys_of(key.rpartition(".")[0])
 
 
 def _of_another_group(key: str) -> str | None:
@@ -275,6 +280,8 @@ def hint(key: str, value: Any) -> str:
         return f"  Write {int(value)}."
     if isinstance(value, bool) and {"none", "full"} <= set(choices):  # train.recompute, a switch elsewhere
         return f"  Did you mean {'full' if value else 'none'}?"
+    if (value is True or str(value).lower() in _FLASH) and key == "attention.backend":
+        return "  Write auto, the fastest installed kernel; attention.kernels=[fa2] would choose one."
     if not isinstance(value, str):
         return ""
     if _CALLED.get(value.lower()) in choices:

@@ -77,9 +77,10 @@ class RopeConfig(Section):
         if plain and self.factor != 1.0:
             yield "factor", f"has no effect with scaling = {self.scaling}; use linear, llama3 or yarn"
         if not plain and self.factor == 1.0:
-            yield "factor", f"must be above 1 for {self.scaling} scaling"
+            yield "factor", f"must be above 1 for {self.scaling} scaling; give the new length / original_max_position"
         if self.original_max_position is None and self.scaling in ("llama3", "yarn"):
-            yield "original_max_position", f"is required with scaling = {self.scaling} (context length before scaling)"
+            why = f"is required with scaling = {self.scaling}; give the context length before scaling"
+            yield "original_max_position", why
         if self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             yield "high_freq_factor", f"must be above low_freq_factor = {self.low_freq_factor}"
         if self.window_fraction is not None and self.window_base is None:

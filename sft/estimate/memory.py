@@ -147,7 +147,8 @@ def longest_context(
 
 
 def describe(config: Config, layout: Layout, vocab_size: int, trained: Trained = Trained()) -> list[str]:
-    """Lines of `sft check` about memory: of the device, of the host, and the longest context on an 80-GB card."""
+    """Lines of `sft check` about memory: of the device, of the host, and, unless the run is on a CPU, the longest
+    context on an 80-GB card."""
     memory = estimate(config, layout, vocab_size, trained=trained)
     lines = [
         f"per rank, estimated and not measured: {size(memory.device)}, of which",
@@ -166,6 +167,8 @@ def describe(config: Config, layout: Layout, vocab_size: int, trained: Trained =
         lines.append(f"and of the host: {size(memory.host)}, of which {shown}; {size(of_node)} for all ranks of a node")
     if config.data.turns == "each":
         lines.append("without the additional memory of trees of turns, which depends on the data")
+    if config.run.device == "cpu":
+        return lines
     longest = longest_context(config, layout, vocab_size, CARD_BYTES, trained)
     most = f"{longest:,} tokens" if longest else "none, because weights, gradients and optimizer states alone need more"
     return [*lines, f"longest context in {size(CARD_BYTES)} (an 80-GB card), by the same estimate: {most}"]

@@ -60,6 +60,8 @@ def read(folder: Path) -> dict[str, Any]:
     try:
         content = read_json(folder, CONFIG, CONFIG_BYTES)
     except (OSError, ValueError, RecursionError) as error:
+        if str(folder).startswith(("http:/", "https:/")):
+            raise ConfigError("is a web address; give the name alone, such as Qwen/Qwen3-8B, or a folder.") from None
         raise ConfigError(
             f"{path} cannot be read ({error}); a folder that save_pretrained wrote has this file beside the weights."
         ) from None

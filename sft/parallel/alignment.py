@@ -85,16 +85,21 @@ def _ranks(config: Config, sizes: SplitSizes, world_size: int) -> Iterator[str]:
     have = f"{world_size} {singular if world_size == 1 else plural}"
     checks = {"cp": partial(_cp_fits, config), "tp": partial(_tp_fits, sizes), "pp": partial(_pp_fits, config)}
     words = {"cp": "Context", "tp": "Tensor", "pp": "Pipeline"}
-    for name, fits in checks.items():
-        others = total // ranks[name]
-        if ranks[name] > 1 and world_size % others == 0:
-            rest = ", ".join(f"{other} = {size}" for other, size in ranks.items() if other != name)
-            fitting = _listing(size for size in divisors(world_size // others) if fits(size))
-            yield (
-                f"parallel.{name} = {ranks[name]} does not fit {have} with {rest}.  {words[name]}"
-                f"-parallel sizes that fit: {fitting}.{f'  Or start a multiple of {total}.' * (world_size > 1)}"
-            )
-            return
+    fitting = {
+        name: _listing(size for size in divisors(world_size * ranks[name] // total) if fits(size))
+        for name, fits in checks.items()
+        if ranks[name] > 1 and world_size * ranks[name] % total == 0
+    }
+    if fitting:
+        name, *others = fitting
+        rest = ", ".join(f"{other} = {size}" for other, size in ranks.items() if other != name)
+        ways = [f"  Or change parallel.{other}: {fitting[other]}." for other in others]
+        ways += [f"  Or start {total} {plural}, or another multiple."] * (world_size > 1)
+        yield (
+            f"parallel.{name} = {ranks[name]} does not fit {have} with {rest}.  {words[name]}-parallel sizes that fit: "
+            f"{fitting[name]}.{''.join(ways)}"
+        )
+        return
     product = " x ".join(f"{name} {size}" for name, size in ranks.items())
     yield f"parallel: {product} = {total} does not divide {have}.  Start a multiple of {total} processes."
 

@@ -49,9 +49,9 @@ def check_environment() -> None:
     if present and len(present) < len(_OF_RANKS):
         missing = [name for name in _OF_RANKS if name not in os.environ]
         raise ConfigError(
-            f"the environment has {', '.join(present)}, but not {', '.join(missing)}, so this process is half a rank.  "
-            "Start the ranks with sft train RECIPE --processes N on one machine, or with torchrun; for one process "
-            f"alone, unset {', '.join(present)}."
+            f"the environment has {', '.join(present)}, but not {', '.join(missing)}; torchrun sets all of them.  "
+            "Start ranks with sft train RECIPE --processes N on one machine, or with torchrun; for one process alone, "
+            f"unset {', '.join(present)}."
         )
 
 

@@ -16,6 +16,7 @@ from sft.hf.pretrained import model_keys, read_pretrained
 from sft.recipe.resolved import Origin
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+_KEY = re.compile(r"[a-z]\w*(?:\.\w+)+")
 # Keys of model.rope that a recipe may not change.
 _NOT_POSITIONS = ("fraction", "skip_layers", "query_scale_beta", "window_base", "window_fraction")
 # Advice for a key that the recipe must not set, because config.json decides its value.
@@ -32,6 +33,7 @@ class Draft:
     origins: dict[str, Origin] = field(default_factory=dict)
     problems: list[tuple[Origin, str]] = field(default_factory=list)
     meant: set[str] = field(default_factory=set)  # keys suggested for unknown keys; these are not reported as missing
+    advised: dict[str, str] = field(default_factory=dict)  # advice -> the first unknown key that got it
     names: dict[str, dict[str, Origin]] = field(default_factory=dict)  # by current key: the names that the user gave
     replaced: list[str] = field(default_factory=list)  # a line for each override that a later override replaces
     pretrained: Pretrained | None = None  # the model that model.hf names
@@ -73,8 +75,7 @@ class Draft:
                 for repeated in yaml.repeated(value):
                     self._note(origin, f"{key}.{repeated} is given twice ({origin}).  Keep one.")
             elif len(self.problems) < _MAX_ADVISED:
-                self.meant |= {keys.nearest(key) or ""}
-                self._note(origin, keys.unknown(key, str(origin)))
+                self._refuse_unknown(key, origin, yaml.plain(value))
             else:
                 self._note(origin, f"unknown key {show(key)} ({origin}).")
 
@@ -87,6 +88,13 @@ class Draft:
 
     def _note(self, origin: Origin, problem: str) -> None:
         self.problems.append((origin, problem))
+
+    def _refuse_unknown(self, key: str, origin: Origin, value: Any = None) -> None:
+        """Notes an unknown key.  Keys that the advice names are not reported as missing; it is given once."""
+        advice = keys.advice_for(key, value)
+        self.meant |= {keys.nearest(key) or "", *_KEY.findall(advice)}
+        first = self.advised.setdefault(advice, key)
+        self._note(origin, keys.unknown(key, str(origin), advice if first == key else f"See {first}."))
 
     def _current_name(self, name: str, origin: Origin) -> str:
         """The current name of the key `name`.  Notes a problem if the key is given by its old and its new name."""
@@ -122,10 +130,12 @@ class Draft:
         if not equals or not text:
             self._note(origin, f"override {show(override)} has no value; write KEY=VALUE, or KEY=null to unset KEY.")
         elif group and group not in sections() and group not in (OPEN, NAMED) and not keys.is_source(group):
-            self._note(origin, keys.unknown(key, str(origin)))
+            self._refuse_unknown(key, origin)
         else:
             try:
-                value = yaml.read(text, str(origin)) if text[0] in "[{\"'" else yaml.scalar(text)
+                is_text = set(keys.types_of(key)) <= {str, type(None)} and key in leaves()
+                is_yaml = text[0] in ("\"'" if is_text else "[{\"'")
+                value = yaml.read(text, str(origin)) if is_yaml else yaml.scalar(text)
             except ConfigError as unreadable:
                 self._note(origin, str(unreadable))
                 return
@@ -212,6 +222,8 @@ class Draft:
         if item is not None and len(below) > 1:
             self.refuse_in_item(kind, key, item, int(below[0]), str(below[1]))
         elif isinstance(cause, Conflict):
+            if key and any(meant.rpartition(".")[0] == key for meant in self.meant):
+                return  # an unknown key of this group may be what is missing
             for name, why in cause.problems:
                 self.refuse_value(f"{key}.{name}".lstrip("."), why + ".")
         elif kind != "missing":
@@ -251,7 +263,9 @@ class Draft:
         group, origin = f"{key}[{number}]", self.origins[key]
         if kind == "extra_forbidden":
             fields = ", ".join(item.model_fields)
-            self._note(origin, f"unknown key {group}.{name} ({origin}).  Keys of {group}: {fields}.")
+            close = [field for field in item.model_fields if field.startswith(name)]
+            advice = f"Did you mean {close[0]}?  {item.model_fields[close[0]].description}" if close else ""
+            self._note(origin, f"unknown key {group}.{name} ({origin}).  {advice or f'Keys of {group}: {fields}.'}")
             return
         is_given = "is missing" if kind == "missing" else f"= {show(self.values[key][number].get(name))}"
         self._note(origin, f"{group}.{name} {is_given} ({origin}); expected {keys.expected_in_item(item, name)}.")

@@ -26,8 +26,8 @@ def resolve_layout(recipe: Recipe, world_size: int | None) -> Layout:
         lines = [str(error), *([f"  Set in: {origins}."] if named else [])]
         if world_size == 1 and (least := smallest_world(recipe.config)) > 1:
             lines.append(
-                f"  This is one process, and the recipe needs {least}, or a multiple.  On one machine, start sft train "
-                f"{recipe.path} --processes {least}; on several, start torchrun on each (docs/how-to/launch.md)."
+                f"  This is one process, and the recipe needs {least}, or a multiple.  On one machine: sft train "
+                f"{recipe.arguments} --processes {least}; on several, start torchrun on each (docs/how-to/launch.md)."
             )
         raise ConfigError("\n".join(lines)) from None
 

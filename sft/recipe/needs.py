@@ -72,7 +72,7 @@ def check_names(recipe: Recipe) -> None:
     if template is None:
         return
     is_code = "{{" in template or "{%" in template
-    if not is_code and ({"/", "."} & set(template) or Path(template).exists()):
+    if not is_code and not Path(template).is_dir() and ({"/", "."} & set(template) or Path(template).exists()):
         return
     raise ConfigError(
         f"data.chat_template = {show(template)} ({recipe.origins['data.chat_template']}) is no file; expected a file "

@@ -104,7 +104,11 @@ def _rate_warnings(config: Config) -> Iterator[str]:
     """
     lr, is_lora = config.optim.lr, config.lora.is_used
     if lr >= 1.0 and config.optim.name == "adamw":
-        yield f"optim.lr = {lr:g}: AdamW changes each weight by about the learning rate in each step"
+        low, high = _LORA_RATES if is_lora else _RATES
+        yield (
+            f"optim.lr = {lr:g}: AdamW changes each weight by about the learning rate in each step; published runs "
+            f"have {low:g} to {high:g}"
+        )
         return
     if (config.model.hidden_size or 0) < _SMALL or config.model.init_from == RANDOM:
         return
@@ -190,10 +194,15 @@ def _positions(recipe: Recipe, longest: int | None) -> str | None:
     assert model.pretrained is not None
     original = model.rope.original_max_position or model.pretrained.max_positions
     assert original is not None
+    trained = model.pretrained.max_positions
+    known = f"was trained on {reached:,} positions (max_position_embeddings)"
+    if trained is not None and trained < reached:
+        known = (
+            f"was trained on {trained:,} positions, and model.rope.factor = {model.rope.factor:g} reaches {reached:,}"
+        )
     subject = "packs may hold documents of" if longest is None else "the longest document has"
     scaled = f"scaling=yarn model.rope.factor={math.ceil(tokens / original)}"
     return (
-        f"{subject} {tokens:,} tokens, but model.hf = {model.hf} was trained on {reached:,} positions "
-        f"(max_position_embeddings).  Scale the positions: model.rope.{scaled} "
+        f"{subject} {tokens:,} tokens, but model.hf = {model.hf} {known}.  Scale the positions: model.rope.{scaled} "
         f"model.rope.original_max_position={original}; or train beyond them as they are: model.rope.scaling=none"
     )

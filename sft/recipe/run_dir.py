@@ -5,6 +5,7 @@ from pathlib import Path
 from sft.checkpoint import folders, resume_setting
 from sft.errors import CheckpointError, ConfigError
 from sft.files.atomic_files import why_no_folder
+from sft.files.object_store import is_url
 from sft.hf import hub, hub_weights
 from sft.recipe.resolved import Recipe
 from sft.run import status
@@ -16,6 +17,11 @@ def check_folder(recipe: Recipe, *, has_files: bool = True) -> None:
     has_files: whether this machine has the files of the run.  Without them, only a name that is no path is refused.
     """
     config, folder = recipe.config.checkpoint, Path(recipe.config.run.dir)
+    if is_url(recipe.config.run.dir):
+        raise ConfigError(
+            f"run.dir = {recipe.config.run.dir} ({recipe.origins['run.dir']}) must be a folder of this machine.  "
+            "Choose one; checkpoint.remote=s3://BUCKET/PATH copies its checkpoints to a store."
+        )
     if has_files:
         if why := why_no_folder(folder):
             raise ConfigError(f"run.dir = {folder} ({recipe.origins['run.dir']}) {why}.  Choose another run.dir.")

@@ -16,7 +16,7 @@ import numpy as np
 from sft.batch import Sample
 from sft.config import DataConfig, Input
 from sft.console import QUIET, Console
-from sft.data.cache.folders import store_folder
+from sft.data.cache.folders import is_newer, store_folder
 from sft.data.cache.loaded_datasets import find_inputs
 from sft.data.cache.omissions import refusal
 from sft.data.cache.remote_stores import RemoteStores
@@ -269,11 +269,15 @@ def map_prepared(
     except OSError as error:  # a disk fails, or too many files are open: the stores may be complete
         folder = prepared[0][1].parent
         raise unusable(f"the tokenised data in {folder} cannot be read", folder, error, DataError) from error
-    missing = [str(file) for (file, _), store in zip(prepared, stores, strict=True) if store is None]
+    missing = [file for (file, _), store in zip(prepared, stores, strict=True) if store is None]
     if missing:
+        cache_dir = prepared[0][1].parent
+        changed = [str(file) for file in missing if is_newer(file, cache_dir)]
+        because = f"  Changed since data were tokenised there: {', '.join(first_few(changed))}." if changed else ""
         raise DataError(
-            f"{', '.join(first_few(missing))} {'is' if len(missing) == 1 else 'are'} not tokenised with these settings "
-            f"in {prepared[0][1].parent}.  First run this command on a machine that sees these folders: {command}"
+            f"{', '.join(first_few(map(str, missing)))} {'is' if len(missing) == 1 else 'are'} not tokenised with "
+            f"these settings in {cache_dir}.{because}  First run this command on a machine that sees these folders: "
+            f"{command}"
         )
     return make_corpus([file for file, _ in prepared], [store for store in stores if store is not None], data, names)
 

@@ -31,6 +31,7 @@ from sft.data.rows.formats import Chat, UnwantedRow, read_row, unused_keys
 from sft.data.rows.messages import as_unicode, shortened
 from sft.data.teacher.inline import KEY
 from sft.data.teacher.records import ORIGIN
+from sft.data.template.chat_template import Unreadable
 from sft.errors import DataError
 
 _WAY_OUT = "  data.on_bad_row=skip leaves out such rows, up to a tenth of a file."
@@ -97,6 +98,8 @@ def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer
         except UnwantedRow:
             unwanted.append(number)
             continue
+        except Unreadable as error:
+            raise DataError(str(error)) from error  # no row can be rendered
         except DataError as error:
             reason = f"{error}{(advice := hint(file, content))}"  # the advice is about the whole file
             if data.on_bad_row == "error":

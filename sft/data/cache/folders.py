@@ -94,6 +94,12 @@ def check_unchanged(path: DataFile, before: Stamp) -> None:
         )
 
 
+def is_newer(path: DataFile, cache_dir: Path) -> bool:
+    """Whether a file was modified after all stores in `cache_dir`; false if there is none."""
+    made_ns = [part.stat().st_mtime_ns for part in cache_dir.glob("*") if _OURS.fullmatch(part.name)]
+    return bool(made_ns) and max(modified_ns for _, modified_ns in stamp(path)) > max(made_ns)
+
+
 class Stale(NamedTuple):
     """A folder of the cache that was removed."""
 

@@ -87,8 +87,8 @@ class TeacherReader:
             if self._teacher.missing == "labels":
                 return None
             raise DataError(
-                f"a sample of this row has no distributions: {self._records.why_missing(number)}.  Score this data "
-                "with the same settings, or set data.teacher.missing = labels."
+                f"a sample of this row has no distributions: {self._records.why_missing(number)}.  Name the "
+                "file with its scores, score this data with the same settings, or set data.teacher.missing = labels."
             )
         return distributions(entries, tokens, self._teacher).at(labels)
 

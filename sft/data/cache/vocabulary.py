@@ -36,9 +36,10 @@ def check_ids(config: Config, corpus: Corpus, tokenizer: ChatTokenizer) -> None:
         remedy = f"Set model.vocab_size to at least {tokenizer.vocab_size}"
     else:
         name = tokenizer.decode([token])
-        remedy = f"Remove from the row what gives this token, or give it a row: data.add_tokens=[{json.dumps(name)}]"
-        if config.data.tokenizer is not None:
-            remedy += ", or use the model's own tokenizer (data.tokenizer=null)"
+        remedy = f"Give every token a row: data.add_tokens=[{json.dumps(name)}]"
+        if config.data.tokenizer not in (None, config.model.hf):
+            remedy += "; or use the model's own tokenizer: data.tokenizer=null"
+        remedy += "; or remove from the row what gives this token"
     raise DataError(
         f"{corpus.name(sample_id)}: token {position + 1:,} is {tokenizer.decode([token])} (id {token:,}), but the "
         f"embedding has only {rows:,} rows (model.vocab_size).  {remedy}."

@@ -82,8 +82,10 @@ def kind_of(path: Path) -> Kind:
                 f"data file {path} is a compressed table.  Decompress the file; tables have internal compression."
             )
     if kind is None:
-        table = "  A folder with CSV files is read as {dataset: FOLDER} (docs/start/data.md)." * (path.suffix == ".csv")
-        raise DataError(f"data file {path} has an unknown file type; expected {_EXPECTED}.{table}")
+        raise DataError(
+            f"data file {path} has an unknown file type; expected {_EXPECTED}."
+            + "  data.train='{csv: {dataset: FOLDER}}' reads the CSV files of a folder." * (path.suffix == ".csv")
+        )
     return kind
 
 

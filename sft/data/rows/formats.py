@@ -105,15 +105,24 @@ def unused_keys(row: Row) -> list[str]:
 
 _QUESTIONS = ("question", "query", "input", "instruction", "prompt")
 _ANSWERS = ("answer", "response", "output", "completion")
+_COLUMNS = "or in data.train give the dataset columns: "
 
 
 def _advice(row: Row) -> str:
     """Advice for a row of a frequent form that is no format; empty if there is none."""
     if {"chosen", "rejected"} <= row.keys():
-        return "  Preferences are not trained; the chosen answer alone can be: name it completion."
+        name = "completion" if "prompt" in row else "messages"
+        other = "prompt: prompt, " if "prompt" in row else ""
+        return (
+            f"  Preferences are not trained; the chosen answer alone can be: name it {name}, "
+            f"{_COLUMNS}{{{other}{name}: chosen}}."
+        )
     names = [next((key for key in keys if key in row), None) for keys in (_QUESTIONS, _ANSWERS)]
     if None not in names:
-        return f"  If {names[0]} is the prompt and {names[1]} its answer, name them prompt and completion."
+        return (
+            f"  If {names[0]} is the prompt and {names[1]} its answer, name them prompt and completion, "
+            f"{_COLUMNS}{{prompt: {names[0]}, completion: {names[1]}}}."
+        )
     return ""
 
 

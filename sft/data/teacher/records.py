@@ -29,7 +29,7 @@ import numpy as np
 
 from sft.data.teacher.distributions import Entries
 from sft.data.teacher.inline import check_tokenizer
-from sft.errors import DataError
+from sft.errors import DataError, first_few
 
 FORMAT = "sft score 1"
 METADATA = b"sft_score"
@@ -136,7 +136,7 @@ class Records:
 
     def why_missing(self, row: int) -> str:
         """Why a sample of the row has no record, for a message.  row: the number of the row"""
-        names = ", ".join(str(file.path) for file in self._files)
+        names = ", ".join(f"{file.path} (scores of {', '.join(first_few(file.sources()))})" for file in self._files)
         others = [other for file in self._files for other in file.digests(row)]
         if others:
             return (
@@ -169,6 +169,14 @@ class _File:
             raise DataError(
                 f"data.teacher.files: {path} was scored with --top-k {facts['k']}, fewer tokens than data.teacher.k = "
                 f"{k}.  Set data.teacher.k to at most {facts['k']}, or score the data again."
+            )
+
+    def sources(self) -> list[str]:
+        """The names of the data files of which this file has records."""
+        with _guarded(self.path):
+            groups = range(self._table.num_row_groups)
+            return sorted(
+                {n for i in groups for n in self._table.read_row_group(i, columns=["file"])["file"].to_pylist()}
             )
 
     def digests(self, row: int | None = None) -> np.ndarray:

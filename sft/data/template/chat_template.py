@@ -36,6 +36,10 @@ class Refused(DataError):
     """The error if a template raises an error for a chat."""
 
 
+class Unreadable(Refused):
+    """The error if a template cannot be compiled, so that it renders no chat."""
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
     """The template of a tokenizer, and the variables that it gets in a run.
@@ -146,8 +150,8 @@ class ChatTemplate:
         return Meter()
 
     @contextmanager
-    def _refusing(self, outcome: str, source: str) -> Iterator[None]:
-        """A context that turns an error of the template into Refused, and TooMuch into DataError.
+    def _refusing(self, outcome: str, source: str, kind: type[Refused] = Refused) -> Iterator[None]:
+        """A context that turns an error of the template into `kind`, and TooMuch into DataError.
 
         outcome: what the template did, for the message, such as "refused the chat"
         source: the template that runs or is compiled, of which the message shows a line
@@ -159,9 +163,7 @@ class ChatTemplate:
         except MemoryError:  # depends on the machine, not on the chat
             raise
         except Exception as error:  # the template is the user's code and may raise anything, also when it is compiled
-            raise Refused(
-                f"chat template {self.name} {outcome}: {_reason(error)}{_source_line(error, source)}"
-            ) from error
+            raise kind(f"chat template {self.name} {outcome}: {_reason(error)}{_source_line(error, source)}") from error
 
     @cached_property
     def _of_run(self) -> dict[str, Any]:
@@ -187,7 +189,7 @@ class ChatTemplate:
         compiled = []
         for source in self.sources:
             sandbox = Sandbox(self.date)
-            with self._refusing("cannot be read", source):
+            with self._refusing("cannot be read", source, Unreadable):
                 compiled.append((sandbox, sandbox.compiled(source)))
         return compiled
 

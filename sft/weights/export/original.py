@@ -16,6 +16,7 @@ import torch
 
 from sft.checkpoint import manifest
 from sft.checkpoint.manifest import Manifest
+from sft.config import RANDOM
 from sft.errors import CheckpointError
 from sft.hf.hub import CONFIG, imported
 from sft.hf.source import Expected, Role, open_source
@@ -66,8 +67,8 @@ def find_original(path: Path, recipe: Mapping[str, Any], like: Path | None, *, h
             f"--hf {like} has no {CONFIG}; --hf must name the Hugging Face folder from which the weights came."
         )
     raise CheckpointError(
-        f"{path} does not name its Hugging Face model, and {', '.join(map(str, folders))} has no {CONFIG}.  Give the "
-        f"folder with {CONFIG} and the tokenizer: --hf FOLDER."
+        f"{path} does not name its Hugging Face model: there is no {CONFIG} in {', '.join(map(str, folders))}.  Give "
+        f"the folder with {CONFIG} and the tokenizer: --hf FOLDER."
     )
 
 
@@ -113,7 +114,7 @@ def _folders(path: Path, recipe: Mapping[str, Any], like: Path | None) -> Iterat
     if parent.name == "checkpoints":
         yield imported(parent.parent)  # written by a run
     for key in ("model.hf", "model.init_from"):
-        if recipe.get(key):
+        if recipe.get(key) not in (None, RANDOM):
             named = Path(recipe[key])
             yield named
             yield imported(named)

@@ -185,7 +185,7 @@ def test_train_refuses_a_process_in_which_no_run_can_start(
     two = sft.load("a.yaml", {"parallel.cp": 2})
     with pytest.raises(ConfigError, match="parallel.cp = 2 does not fit 1 GPU") as caught:
         sft.train(two)
-    assert "start sft train a.yaml --processes 2" in str(caught.value)  # a whole command, which starts the ranks
+    assert "sft train a.yaml parallel.cp=2 --processes 2" in str(caught.value)  # a whole command, with the override
     assert trainer == []
 
 

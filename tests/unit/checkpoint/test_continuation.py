@@ -65,7 +65,7 @@ def test_what_is_unknown_is_not_compared(tmp_path: Path) -> None:
     unknown = conditions(base="", data="other")
     resumed = continuation.check(config, tmp_path, unknown, {"data", BASE})
     assert resumed is not None and resumed.reported == ()
-    with pytest.raises(CheckpointError, match="data was 9f2c, is other"):
+    with pytest.raises(CheckpointError, match="data has other samples .digest was 9f2c, is other."):
         continuation.check(config, tmp_path, unknown, {BASE})
     with pytest.raises(CheckpointError, match="trains adapters, but this recipe trains all weights"):
         continuation.check(config, tmp_path, conditions(), {BASE})

@@ -255,8 +255,8 @@ MISTAKES = {
         [],
         "ConfigError: the following arguments are required: COMMAND.\nusage: sft [-h] [--version] COMMAND ...\n",
     ),
-    "misspelt command": (["chek", "a.yaml"], "Did you mean check?"),
-    "misspelt command of data": (["data", "prepair", "a.yaml"], "Did you mean prepare?"),
+    "misspelt command": (["chek", "a.yaml"], "ConfigError: unknown command sft chek.  Did you mean sft check?\n"),
+    "misspelt command of data": (["data", "prepair", "a.yaml"], "sft data prepair.  Did you mean sft data prepare?\n"),
     "unknown option": (
         ["train", "a.yaml", "--cp", "4"],
         "ConfigError: unknown option --cp.  Settings are written without dashes: parallel.cp=4.\n"
@@ -267,8 +267,8 @@ MISTAKES = {
         ["train", "a.yaml", "parallel.cp=2"],
         "ConfigError: parallel.cp = 2 does not fit 1 GPU with tp = 1, pp = 1.  "
         "Context-parallel sizes that fit: 1.\n  Set in: parallel.cp (command line: parallel.cp=2).\n"
-        "  This is one process, and the recipe needs 2, or a multiple.  On one machine, start sft train a.yaml "
-        "--processes 2; on several, start torchrun on each (docs/how-to/launch.md).\n",
+        "  This is one process, and the recipe needs 2, or a multiple.  On one machine: sft train a.yaml "
+        "parallel.cp=2 --processes 2; on several, start torchrun on each (docs/how-to/launch.md).\n",
     ),
     "no processes": (
         ["check", "a.yaml", "--world-size", "0"],

@@ -8,16 +8,19 @@ from tests.builders import RECIPE, refusal_lines
 # Written as users of Megatron-LM, transformers, TRL and axolotl write them; @ stands for `command line: OVERRIDE`.
 ADVICE = {
     "gradient_checkpointing=true": "It is called train.recompute here, which takes one of none, selective, "
-    "attention_kept, full.",
+    "attention_kept, full.  Did you mean full?",
     "train.gradient_checkpointing=true": "It is called train.recompute here, which takes one of none, selective, "
-    "attention_kept, full.",
+    "attention_kept, full.  Did you mean full?",
     "trainer.max_steps=9": "It is called train.num_steps here, which takes a whole number of at least 1 and of at most "
     "100,000,000 or null.",
     "bf16=true": "It is called run.precision here, which takes one of bf16, fp32.",
     "max_seq_length=2048": "It is called data.seq_length here, which takes a whole number of at least 1.",
     "base_model=a": "It is called model.hf here, which takes non-empty text or null.",
-    "train.micro_batch_size=1": "A microbatch is one pack of data.seq_length tokens; train.global_batch_size is the "
-    "number of packs per step, over all GPUs.",
+    "train.micro_batch_size=1": "A microbatch is always one pack; train.global_batch_size, the packs of a step on all "
+    "GPUs, is micro batch size x accumulation steps x data-parallel size.",
+    "model.rope.type=yarn": "It is called model.rope.scaling here, which takes one of none, linear, llama3, yarn, "
+    "proportional.",
+    "loss.type=dpo": "Training uses supervised tokens only: no rewards and no preferences.",
     "lora.r=16": "It is called lora.rank here, which takes a whole number of at least 1 or null.",
     "peft.lora_alpha=16": "It is called lora.alpha here, which takes a number above 0.0.",
     "use_dora=true": "The only adapters are LoRA's, which add B A to a weight; DoRA and other variants are not "

@@ -109,7 +109,7 @@ MISFITS = {
         16,
         {"parallel": {"cp": 3, "tp": 2}, "data": {"doc_multiple": 24, "seq_length": 960}},
         "parallel.cp = 3 does not fit 16 GPUs with tp = 2, pp = 1.  Context-parallel sizes that fit: 1, 2, 4.  "
-        "Or start a multiple of 6.",
+        "Or start 6 GPUs, or another multiple.",
     ),
     "packs and dp": (
         3,

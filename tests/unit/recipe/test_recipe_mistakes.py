@@ -36,7 +36,7 @@ MISTAKES = {
     "train.recompute=true": "train.recompute = true (@); expected one of none, selective, attention_kept, full.  Did "
     "you mean full?",
     "attention.backend=flash_attention_2": 'attention.backend = "flash_attention_2" (@); expected one of auto, te, '
-    "portable.  Did you mean auto?",
+    "portable.  Write auto, the fastest installed kernel; attention.kernels=[fa2] would choose one.",
     "run.device=gpu": 'run.device = "gpu" (@); expected one of auto, cuda, cpu.  Did you mean cuda?',
     "train.eval_every=None": 'train.eval_every = "None" (@); expected a whole number of at least 1 or null.  Write '
     "null, without quotes.",

@@ -170,9 +170,11 @@ BAD_ROWS: list[tuple[object, str]] = [
     # Forms
     ({"message": []}, KNOWN + "message."),
     ({"question": "q", "answer": "a"}, KNOWN + "question, answer.  If question is the prompt and answer its answer, "
-     "name them prompt and completion."),
+     "name them prompt and completion, or in data.train give the dataset columns: {prompt: question, completion: "
+     "answer}."),
     ({"prompt": "q", "chosen": "a", "rejected": "b"}, KNOWN + "prompt, chosen, rejected.  Preferences are not trained; "
-     "the chosen answer alone can be: name it completion."),
+     "the chosen answer alone can be: name it completion, or in data.train give the dataset columns: {prompt: prompt, "
+     "completion: chosen}."),
     ({"messages": None, "body": "a"}, KNOWN + "messages (null), body."),
     ({"messages": {"role": ["user"], "content": []}}, "messages must be a list of at least one message; got an object"),
     (talk(USER, ANSWER, prompt="a", completion="b"), "the row has messages as well as prompt and completion," + TWICE),
@@ -246,4 +248,4 @@ def test_values_that_only_a_table_can_hold() -> None:
 def test_bad_rows(row: object, complaint: str) -> None:
     with pytest.raises(DataError) as error:
         read_row(row)
-    assert complaint in str(error.value) and len(str(error.value)) < 300
+    assert complaint in str(error.value) and len(str(error.value)) < 350

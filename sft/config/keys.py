@@ -190,7 +190,6 @@ def _in_words(kind: Any, bounds: Sequence[Any], *, alone: bool = False) -> str:
             groups = ["groups of keys"] if {RowsConfig, SourceConfig} & set(values) else []
             such = [] if SourceConfig in values else ["such" if alone else "values"]
             words = f"a mapping of names to {' or '.join([*such, *groups])}"
-            words += ", such as {chat: {dataset: OWNER/NAME}}" * (SourceConfig in values)
             bounds = ()
         case _:
             names = {bool: "true or false", int: "a whole number", float: "a number", str: "non-empty text"}
@@ -216,7 +215,9 @@ def advice_for(key: str, value: Any = None) -> str:
     """Advice for an unknown key, to which the user gave `value`: "Did you mean data.seq_length?"."""
     other = _elsewhere(key)
     if ours := foreign.called_here(other):
-        return f"It is called {ours} here, which takes {expected(ours)}.{hint(ours, value) if value is True else ''}"
+        example = ", such as {chat: {dataset: OWNER/NAME}}" * (ours == NAMED)
+        switch = hint(ours, value) if value is True else ""
+        return f"It is called {ours} here, which takes {expected(ours)}{example}.{switch}"
     if ours := _of_another_group(other):
         return f"Did you mean {ours}?"
     if reason := foreign.why_not_here(other):
@@ -298,5 +299,5 @@ def hint(key: str, value: Any) -> str:
         return f"  Write {match[1]}{match[2].upper()}, without B."
     number = re.sub(r"^([-+]?)0+(?=[0-9])", r"\1", re.sub("[_,]", "", value))
     if (int in kinds and yaml.INT.fullmatch(number)) or (float in kinds and yaml.FLOAT.fullmatch(number)):
-        return f"  Write {number}, without quotes."
+        return f"  Write {number}{', without quotes' * (number == value)}."
     return ""

@@ -59,9 +59,7 @@ def refusal(url: str) -> str | None:
     if url.startswith(SCHEME):
         return None if _URL.fullmatch(url) else "must be s3://BUCKET or s3://BUCKET/PATH"
     scheme = url.partition("://")[0]
-    if scheme in ("http", "https"):
-        return "is a web address, which is not read; download it, and give the path of the file or folder"
-    return f"names a store {scheme}://, which is not tested, so it is refused; use s3://BUCKET/PATH"
+    return f"names a store {scheme}://, which is not tested, so it is refused; use s3://BUCKET/PATH or a local copy"
 
 
 class DamagedError(StorageError):

@@ -60,11 +60,8 @@ def read(folder: Path) -> dict[str, Any]:
     try:
         content = read_json(folder, CONFIG, CONFIG_BYTES)
     except (OSError, ValueError, RecursionError) as error:
-        if str(folder).startswith(("http:/", "https:/")):
-            raise ConfigError("is a web address; give the name alone, such as Qwen/Qwen3-8B, or a folder.") from None
-        raise ConfigError(
-            f"{path} cannot be read ({error}); a folder that save_pretrained wrote has this file beside the weights."
-        ) from None
+        why = f"{path} cannot be read ({error})" if folder.exists() else f"{folder} does not exist in {Path.cwd()}"
+        raise ConfigError(f"{why}; a folder that save_pretrained wrote has {CONFIG} beside the weights.") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds a {type(content).__name__}, not a model configuration.")
     return content

@@ -5,6 +5,7 @@ from typing import Any
 
 from sft.config import Config
 from sft.config.pretrained import Pretrained
+from sft.errors import ConfigError
 from sft.hf.architecture import Architecture, architecture, read
 from sft.hf.hub import CONFIG, is_hub_name, local_folder, snapshot
 from sft.hf.nested_config import text_part
@@ -22,6 +23,8 @@ def read_pretrained(
     Raises ConfigError if there is no such model, or if config.json is missing or describes a model that is not
     supported.
     """
+    if "://" in name:
+        raise ConfigError("this is an address; give a folder, or the name on the hub alone, such as Qwen/Qwen3-8B.")
     on_hub = snapshot(name) if is_hub_name(name) else None
     folder = local_folder(name) if on_hub is None else on_hub.folder
     content = read(folder)

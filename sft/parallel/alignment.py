@@ -85,23 +85,18 @@ def _ranks(config: Config, sizes: SplitSizes, world_size: int) -> Iterator[str]:
     have = f"{world_size} {singular if world_size == 1 else plural}"
     checks = {"cp": partial(_cp_fits, config), "tp": partial(_tp_fits, sizes), "pp": partial(_pp_fits, config)}
     words = {"cp": "Context", "tp": "Tensor", "pp": "Pipeline"}
-    fitting = {
-        name: _listing(size for size in divisors(world_size * ranks[name] // total) if fits(size))
-        for name, fits in checks.items()
-        if ranks[name] > 1 and world_size * ranks[name] % total == 0
-    }
+    most = {name: divmod(world_size * size, total) for name, size in ranks.items()}
+    fitting = {k: _listing(n for n in divisors(most[k][0]) if fits(n)) for k, fits in checks.items() if not most[k][1]}
     if fitting:
         name, *others = fitting
         rest = ", ".join(f"{other} = {size}" for other, size in ranks.items() if other != name)
-        ways = [f"  Or change parallel.{other}: {fitting[other]}." for other in others]
-        ways += [f"  Or start {total} {plural}, or another multiple."] * (world_size > 1)
-        yield (
-            f"parallel.{name} = {ranks[name]} does not fit {have} with {rest}.  {words[name]}-parallel sizes that fit: "
-            f"{fitting[name]}.{''.join(ways)}"
-        )
-        return
-    product = " x ".join(f"{name} {size}" for name, size in ranks.items())
-    yield f"parallel: {product} = {total} does not divide {have}.  Start a multiple of {total} processes."
+        ways = "".join(f"  Or parallel.{other}: {fitting[other]}." for other in others)
+        ways += f"  Or start {total} {plural}, or another multiple." * (world_size > 1)
+        ways = f"{words[name]}-parallel sizes that fit: {fitting[name]}.{ways}"
+        yield f"parallel.{name} = {ranks[name]} does not fit {have} with {rest}.  {ways}"
+    else:
+        product = " x ".join(f"{name} {size}" for name, size in ranks.items())
+        yield f"parallel: {product} = {total} does not divide {have}.  Start a multiple of {total} processes."
 
 
 def _cp_fits(config: Config, cp: int) -> bool:

@@ -60,13 +60,13 @@ def recipe_of(
         if packs is not None or tokens_per_step is not None or f"data.seq_length={seq_length}" in changes:
             changes.append(f"train.global_batch_size={batch}")
         return load_recipe(model, changes) if changes else recipe
-    if seq_length is None:
-        raise ConfigError(f"{model} is no recipe, so the length of packs is unknown.  Give seq_length.")
     if not is_hub_name(model) and not (local_folder(model) / CONFIG).exists():
         raise ConfigError(
             f"{model} is neither a recipe (.yaml), nor a folder with {CONFIG}, nor a name on the hub such as "
             "Qwen/Qwen3-8B."
         )
+    if seq_length is None:
+        raise ConfigError(f"{model} is no recipe, so the length of packs is unknown.  Give seq_length.")
     text = text_of(_new(model, seq_length, _packs(seq_length, packs, tokens_per_step), is_lora=is_lora))
     return parse_recipe(text, _NEW, overrides)
 

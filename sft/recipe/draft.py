@@ -229,8 +229,11 @@ class Draft:
         elif kind != "missing":
             self.refuse_value(key, f"; expected {keys.expected(key)}.{keys.hint(key, self.values[key])}")
         elif not self.meant & {key, key.split(".")[0], key.rpartition(".")[0]} and not self._lacks_model(key):
-            about = leaves()[keys.in_schema(key)].description
-            self._note(Origin("default"), f"{key} is missing from {self.path}; expected {keys.expected(key)}.  {about}")
+            about = (leaves()[keys.in_schema(key)].description or "").replace("\n", " ")
+            self._note(
+                Origin("default"),
+                f"{key} is missing from {self.path}; expected {keys.expected(key)}.  {about}",
+            )
 
     def _lacks_model(self, key: str) -> bool:
         """Whether `key` is a size of a model that the recipe does not describe at all; one problem says so."""

@@ -1,6 +1,7 @@
 """Checks whether this machine has the files and packages that a recipe names, before heavy modules are imported."""
 
 import glob
+import os
 import re
 import shlex
 from importlib.util import find_spec
@@ -53,7 +54,7 @@ def _problem(key: str, path: str) -> str | None:
         missing = (
             f"does not exist in {Path.cwd()}; give {key}=PATH.{_dataset_hint(key, path)}{_pattern_hint(key, path)}"
         )
-        return None if Path(path).exists() else missing
+        return None if os.path.exists(path) else missing  # false for a name that is too long
     if not key.startswith(("data.train", "data.eval")):
         return "is a URL, which only data.train and data.eval may name.  Give a file on this machine."
     from sft.data.read import remote_files

@@ -31,10 +31,11 @@ from sft.data.rows.formats import Chat, UnwantedRow, read_row, unused_keys
 from sft.data.rows.messages import as_unicode, shortened
 from sft.data.teacher.inline import KEY
 from sft.data.teacher.records import ORIGIN
-from sft.data.template.chat_template import Unreadable
+from sft.data.template.chat_template import UnreadableTemplate
 from sft.errors import DataError
 
 _WAY_OUT = "  data.on_bad_row=skip leaves out such rows, up to a tenth of a file."
+_READ = (KEY, *ORIGIN)  # keys of rows that are read if a teacher is
 MAX_WEIGHTS = 256  # distinct weights that one byte per token can index; the first weight is 0
 
 
@@ -81,13 +82,12 @@ def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer
     """
     reader = TeacherReader(data, tokenizer) if data.teacher.k is not None else None
     samples: list[RowSample] = []
-    rejects = []
     omitted: list[RowOmission] = []
     explained: set[tuple[str, str]] = set()
     unused: Counter[str] = Counter()
     spelled: Counter[str] = Counter()
     variables: set[str] = set()
-    unwanted = []
+    rejects, unwanted = list[Reject](), list[int]()
     num_chats = num_padded = num_padding = 0
     for number, content in limited.rows(rows, num_texts if data.turns == "each" else lambda content: 1):
         try:
@@ -98,16 +98,15 @@ def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer
         except UnwantedRow:
             unwanted.append(number)
             continue
-        except Unreadable as error:
-            raise DataError(str(error)) from error  # no row can be rendered
+        except UnreadableTemplate as error:  # it renders no row
+            raise DataError(f"{error}.  Correct it, or give another template: data.chat_template=FILE.") from error
         except DataError as error:
             reason = f"{error}{(advice := hint(file, content))}"  # the advice is about the whole file
             if data.on_bad_row == "error":
                 raise DataError(f"{row_name(file, number)}: {reason}{_way_out(reason, advice)}") from error
             rejects.append(Reject(number, as_unicode(reason)))  # errors may quote half a surrogate pair
             continue
-        read = () if of_row is None else (KEY, *ORIGIN)
-        unused.update(as_unicode(shortened(key)) for key in unused_keys(value) if key not in read)
+        unused.update(as_unicode(shortened(key)) for key in unused_keys(value) if of_row is None or key not in _READ)
         num_chats += isinstance(row, Chat)
         variables |= row.variables.keys() if isinstance(row, Chat) else set()
         num_padded += encoded.num_padding > 0

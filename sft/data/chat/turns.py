@@ -77,9 +77,11 @@ class _Finder:
             for run in self.reading.unknown:
                 if run.writer in (index, None):
                     self._refuse_unknown(index, run)
-            lost = " of its tool_calls" if self.messages[index].get("tool_calls") else " of it"
-            why = f"the template writes nothing{lost}, so the model would learn to end a turn without any text"
-            raise self.error(index, why, None)
+            raise self.error(
+                index,
+                "the template writes nothing of it, so the model would learn to end a turn without any text",
+                None,
+            )
         if len(groups) > 1 and groups[1][0].writer is None:
             raise self.error(index, "its text is written in several places, outside a loop over messages", None)
         turns = []

@@ -36,7 +36,7 @@ class Refused(DataError):
     """The error if a template raises an error for a chat."""
 
 
-class Unreadable(Refused):
+class UnreadableTemplate(Refused):
     """The error if a template cannot be compiled, so that it renders no chat."""
 
 
@@ -189,7 +189,7 @@ class ChatTemplate:
         compiled = []
         for source in self.sources:
             sandbox = Sandbox(self.date)
-            with self._refusing("cannot be read", source, Unreadable):
+            with self._refusing("cannot be read", source, UnreadableTemplate):
                 compiled.append((sandbox, sandbox.compiled(source)))
         return compiled
 

@@ -67,8 +67,8 @@ def find_original(path: Path, recipe: Mapping[str, Any], like: Path | None, *, h
             f"--hf {like} has no {CONFIG}; --hf must name the Hugging Face folder from which the weights came."
         )
     raise CheckpointError(
-        f"{path} does not name its Hugging Face model: there is no {CONFIG} in {', '.join(map(str, folders))}.  Give "
-        f"the folder with {CONFIG} and the tokenizer: --hf FOLDER."
+        f"{path} does not name its Hugging Face model, and {', '.join(map(str, folders))} has no {CONFIG}.  Give the "
+        f"folder with {CONFIG} and the tokenizer: --hf FOLDER."
     )
 
 

@@ -256,7 +256,10 @@ MISTAKES = {
         "ConfigError: the following arguments are required: COMMAND.\nusage: sft [-h] [--version] COMMAND ...\n",
     ),
     "misspelt command": (["chek", "a.yaml"], "ConfigError: unknown command sft chek.  Did you mean sft check?\n"),
-    "misspelt command of data": (["data", "prepair", "a.yaml"], "sft data prepair.  Did you mean sft data prepare?\n"),
+    "misspelt command of data": (
+        ["data", "prepair", "a.yaml"],
+        "command sft data prepair.  Did you mean sft data prepare?",
+    ),
     "unknown option": (
         ["train", "a.yaml", "--cp", "4"],
         "ConfigError: unknown option --cp.  Settings are written without dashes: parallel.cp=4.\n"

@@ -30,8 +30,7 @@ def test_there_are_few_keys_and_every_one_is_explained() -> None:
         ("run.seed", "a whole number of at least 0 and below 2147483648"),
         (
             "data.train",
-            "a path or a list of paths, not empty, or a mapping of names to groups of keys, such as "
-            "{chat: {dataset: OWNER/NAME}}",
+            "a path or a list of paths, not empty, or a mapping of names to groups of keys",
         ),
         ("data.train.chat.weight", "a number above 0.0 or null"),
         ("data.eval", "a path or a list of paths or a mapping of names to such or groups of keys or null"),

@@ -124,7 +124,10 @@ def test_an_object_that_changes_during_a_download_is_noticed(
 @pytest.mark.parametrize(
     "url, reason",
     [
-        ("gs://bucket/x", "names a store gs://, which is not tested, so it is refused; use s3://BUCKET/PATH"),
+        (
+            "gs://bucket/x",
+            "names a store gs://, which is not tested, so it is refused; use s3://BUCKET/PATH or a local copy",
+        ),
         ("s3://Bucket/x", "must be s3://BUCKET or s3://BUCKET/PATH"),
         ("s3:///x", "must be s3://BUCKET or s3://BUCKET/PATH"),
         ("s3://bucket/x?a=b", "must be s3://BUCKET or s3://BUCKET/PATH"),

@@ -22,8 +22,7 @@ MISTAKES = {
     "disable_bf16_reduced_precision_matmul, moe_permute_fusion.",
     "parallel.cp=x": 'parallel.cp = "x" (@); expected a whole number of at least 1.',
     'parallel.cp="4"': 'parallel.cp = "4" (@); expected a whole number of at least 1.  Write 4, without quotes.',
-    "data.seq_length=1_024": 'data.seq_length = "1_024" (@); expected a whole number of at least 1.  Write 1024, '
-    "without quotes.",
+    "data.seq_length=1_024": 'data.seq_length = "1_024" (@); expected a whole number of at least 1.  Write 1024.',
     "parallel.cp=4.0": "parallel.cp = 4.0 (@); expected a whole number of at least 1.  Write 4.",
     "optim.lr=fast": 'optim.lr = "fast" (@); expected a number above 0.0.',
     "optim.lr=1e999": "optim.lr = Infinity (@); expected a number above 0.0.",
@@ -72,10 +71,10 @@ CLASHES = {
     ("model.head_dim=15",): "model.head_dim = 15 (@) makes heads of width 15, but rotary positions need an even width.",
     ("model.rope.factor=4",): "model.rope.factor = 4 (@) has no effect with scaling = none; use linear, llama3 or "
     "yarn.",
-    ("model.rope.scaling=linear",): "model.rope.factor = 1.0 (default) must be above 1 for linear scaling.",
+    ("model.rope.scaling=linear",): "model.rope.factor = 1.0 (default) must be above 1 for linear scaling; give "
+    "the new length / original_max_position.",
     ("model.rope.scaling=yarn", "model.rope.factor=4"): "model.rope.original_max_position = null (default) is "
-    "required with scaling = yarn (context length before "
-    "scaling).",
+    "required with scaling = yarn; give the context length before scaling.",
     ("model.rope={scaling: llama3, factor: 8, original_max_position: 8192, low_freq_factor: 4}",): ""
     "model.rope.high_freq_factor = 4.0 (default) must be above low_freq_factor = 4.0.",
     ("model.rope={scaling: yarn, factor: 8, original_max_position: 8192, beta_slow: 33}",): "model.rope.beta_fast = "

@@ -132,7 +132,7 @@ def test_positions_that_the_user_accepts_or_scales(settings: list[str]) -> None:
 
 def test_a_scaling_that_does_not_reach_far_enough_is_refused() -> None:
     settings = ["model.rope.scaling=yarn", "model.rope.factor=1.5", "model.rope.original_max_position=512"]
-    with pytest.raises(ConfigError, match="was trained on 768 positions"):
+    with pytest.raises(ConfigError, match="was trained on 512 positions, and model.rope.factor = 1.5 reaches 768."):
         check_run(of_hf("m", *settings), **LONG | {"longest": 769})
 
 

@@ -84,7 +84,7 @@ data: {{train: a.jsonl, eval: a.jsonl, seq_length: 64, num_workers: 1}}
 train: {{num_steps: 1, global_batch_size: 1}}
 """
 NO_ROW = "(id 258), but the embedding has only 250 rows (model.vocab_size).  "
-ENLARGE = 'Remove from the row what gives this token, or give it a row: data.add_tokens=["<|im_end|>"]'
+ENLARGE = 'Give every token a row: data.add_tokens=["<|im_end|>"]; or remove from the row what gives this token'
 
 
 @pytest.fixture

@@ -248,4 +248,4 @@ def test_values_that_only_a_table_can_hold() -> None:
 def test_bad_rows(row: object, complaint: str) -> None:
     with pytest.raises(DataError) as error:
         read_row(row)
-    assert complaint in str(error.value) and len(str(error.value)) < 350
+    assert complaint in str(error.value) and len(str(error.value)) < 400

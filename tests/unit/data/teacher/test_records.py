@@ -123,11 +123,12 @@ def test_refusals(tmp_path: Path) -> None:
     before = corpus_of(write(tmp_path / "a.jsonl", ROW, LONG))
     file = score(tmp_path / "scored.parquet", before)
     missing = refused(tmp_path, [ROW, LONG, TURNS], file)
-    assert missing.startswith(f"{tmp_path}/b.jsonl:3: a sample of this row has no distributions: {file} has no record")
-    assert "row 3.  Score this data" in missing
+    assert missing.startswith(f"{tmp_path}/b.jsonl:3: a sample of this row has no distributions: {file} (scores of ")
+    assert "a.jsonl) has no record of row 3.  Name the file with its scores, score this data" in missing
     changed = {"messages": [*ROW["messages"][:1], {"role": "assistant", "content": "fine"}]}
     other = refused(tmp_path, [ROW, changed], file)
-    assert f"b.jsonl:2: a sample of this row has no distributions: {file} has row 2 with other tokens (digest " in other
+    assert f"b.jsonl:2: a sample of this row has no distributions: {file} (scores of " in other
+    assert "a.jsonl) has row 2 with other tokens (digest " in other
     assert "token 3 is supervised, but has no distribution" not in other
     more = refused(tmp_path, [ROW, LONG], file, supervise="all")
     assert "b.jsonl:1: token 2 is supervised, but has no distribution of the teacher, as have 33 of the 38" in more

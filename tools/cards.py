@@ -284,8 +284,8 @@ def summary(before: str) -> str:
     others = [f"{count[PARTLY]} are partly tested", f"{count[FAILED]} failed: {', '.join(failed)}"]
     others = [other for other, name in zip(others, (PARTLY, FAILED)) if count[name]]
     text = (
-        f"**{passed} {len(cards)} families pass the {len(CHECKS)} checks of their [card](docs/cards/index.md), as small "
-        f"random models on CPUs**: {', '.join(CHECKS)}. {'; '.join([*others, ''])}{tests:,} tests, {dates[-1]}."
+        f"**{passed} {len(cards)} families pass the {len(CHECKS)} checks of their [card](docs/cards/index.md), as "
+        f"small random models on CPUs**: {', '.join(CHECKS)}. {'; '.join([*others, ''])}{tests:,} tests, {dates[-1]}."
     )
     return page_text.replaced(before, BEGIN, END, "\n".join(["", *page_text.folded(text), "", ""]))
 

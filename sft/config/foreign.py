@@ -72,8 +72,7 @@ _NAMES = {
     "lora.rank": "r lora_r lora_rank dim",
     "lora.alpha": "lora_alpha",
     "lora.dropout": "lora_dropout",
-    "lora.targets": "target_modules lora_target lora_target_modules lora_target_linear lora_attn_modules"
-    " apply_lora_to_mlp",
+    "lora.targets": "target_modules lora_target lora_target_modules lora_attn_modules" " apply_lora_to_mlp",
     "lora.target_parameters": "lora_target_parameters",
     "lora.exclude": "exclude_modules lora_exclude_modules",
     "lora.rslora": "use_rslora lora_use_rslora peft_use_rslora",
@@ -111,15 +110,16 @@ _NAMES = {
 CALLED_HERE = {name: key for key, names in _NAMES.items() for name in names.split()}
 
 _REASONS = {
-    "Adapters are trained if the recipe has lora.rank": "peft peft_config use_peft use_lora adapter finetuning_type"
+    "Remove it: lora.targets is all-linear by default": "lora_target_linear",
+    "Remove it: lora.rank turns adapters on": "peft peft_config use_peft use_lora adapter finetuning_type"
     " train_type tuner_type",
     "Beside adapters, lora.train_embeddings and lora.train_head train whole weights": "modules_to_save"
     " lora_modules_to_save additional_target apply_lora_to_output",
     "All adapters have the same rank and scale": "rank_pattern alpha_pattern",
     "lora.exclude takes patterns of modules without adapters, such as model.layers.1?.*": "layers_to_transform"
     " peft_layers_to_transform",
-    "model.base_dtype keeps frozen weights beside adapters in 4 bits (nf4), or in the low bits of their files "
-    "(as_stored); it computes in run.precision, and does not quantise the scales of nf4": "load_in_4bit load_in_8bit"
+    "Remove it if it is false.  Else write model.base_dtype=nf4 (4 bits), or as_stored for the low bits of the files; "
+    "the scales of nf4 are not quantised, and products are in run.precision": "load_in_4bit load_in_8bit"
     " quantization quantization_bit quantization_config bnb_4bit_quant_type bnb_4bit_compute_dtype"
     " bnb_4bit_use_double_quant qlora use_qlora",
     "Adapters do not change how frozen weights are quantised (model.base_dtype)": "use_qalora loftq_config loftq_bits",
@@ -148,7 +148,7 @@ _REASONS = {
     "data.add_tokens and data.add_special_tokens add tokens; roles such as pad_token come from the folder of the "
     "tokenizer": "special_tokens pad_token",
     "An export is a folder on disk, which `hf upload` uploads": "push_to_hub hub_model_id hub_strategy hub_token",
-    "The optimizer is optim.name, AdamW or Muon, and its keys are those of optim": "optimizer optim_args optimizer_name"
+    "The optimizer is optim.name, adamw or muon, and its keys are those of optim": "optimizer optim_args optimizer_name"
     " optim_target_modules",
     "The code of a model is never downloaded": "trust_remote_code",
     "Training uses supervised tokens only: no rewards and no preferences": "rl dpo grpo reward_model beta_dpo beta"

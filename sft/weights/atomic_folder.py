@@ -38,7 +38,7 @@ _OVERHEAD_BYTES = 16 << 20  # size of indexes, headers and companions, which `nu
 def refuse_existing(target: Path) -> None:
     """Raise CheckpointError if `target` exists, even as a broken link."""
     if os.path.lexists(target):
-        raise CheckpointError(f"{target} exists; nothing was written.  Remove it, or name another folder.")
+        raise CheckpointError(f"{target} exists; nothing was written.  Name a folder that does not exist.")
 
 
 @contextmanager

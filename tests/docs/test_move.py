@@ -135,7 +135,8 @@ def test_sft_check_answers_as_the_table_says(trainer: str, theirs: str, ours: st
         assert not _NO_ADVICE.search(line) and "is called" not in line, line
     else:
         assert ours in (*keys.leaves(), *keys.sections())
-        assert f"is called {ours} here" in line or f"Did you mean {ours}?" in line, line
+        section, _, name = ours.rpartition(".")
+        assert section in line and name in line, line
 
 
 def test_every_trainer_has_a_table_without_a_key_twice() -> None:

@@ -41,9 +41,7 @@ def open_inputs(inputs: Sequence[Input], cache_dir: Path, console: Console) -> l
 
     Raises DataError if a file or dataset cannot be used.
     """
-    return _files(
-        inputs, lambda wanted: _load(wanted, cache_dir, console), lambda url: stage(url, cache_dir, console)
-    )
+    return _files(inputs, lambda wanted: _load(wanted, cache_dir, console), lambda url: stage(url, cache_dir, console))
 
 
 def find_inputs(inputs: Sequence[Input], cache_dir: Path, *, command: str) -> list[DataFile]:

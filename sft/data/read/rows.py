@@ -29,6 +29,11 @@ _EXPECTED = (
     "written by save_to_disk of datasets"
 )
 
+_CSV = (
+    "Move it to a folder of its own: data.train='{csv: {dataset: ./FOLDER}}' reads the CSV files there, with columns "
+    "prompt and completion, or others: columns: {prompt: A, completion: B}."
+)
+
 DataFile = Path | LoadedDataset  # a file, a saved dataset (folder), or a dataset by name
 Row = tuple[int, Content]  # the number, from 1, is a line number in JSONL and a row number in other kinds
 
@@ -83,8 +88,7 @@ def kind_of(path: Path) -> Kind:
             )
     if kind is None:
         raise DataError(
-            f"data file {path} has an unknown file type; expected {_EXPECTED}."
-            + "  data.train='{csv: {dataset: FOLDER}}' reads the CSV files of a folder." * (path.suffix == ".csv")
+            f"data file {path} has an unknown file type; expected {_EXPECTED}." + f"  {_CSV}" * (path.suffix == ".csv")
         )
     return kind
 

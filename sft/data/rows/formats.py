@@ -105,7 +105,7 @@ def unused_keys(row: Row) -> list[str]:
 
 _QUESTIONS = ("question", "query", "input", "instruction", "prompt")
 _ANSWERS = ("answer", "response", "output", "completion")
-_COLUMNS = "or in data.train give the dataset columns: "
+_COLUMNS = "or give the dataset (a hub name, or a folder with this file) columns: "
 
 
 def _advice(row: Row) -> str:

@@ -221,7 +221,7 @@ def _reason(error: Exception) -> str:
 
 
 def _source_line(error: Exception, source: str) -> str:
-    """Where in the template the error was raised, such as `  (line 3: {{ x(1) }})`; empty if it is unknown."""
+    """Where in the template the error was raised, such as `  (line 3: `{{ x(1) }}`)`; empty if it is unknown."""
     number = error.lineno if isinstance(error, TemplateSyntaxError) else None
     for frame, line_of_code in traceback.walk_tb(error.__traceback__):
         template = frame.f_globals.get("__jinja_template__")  # as in jinja2.debug
@@ -230,4 +230,4 @@ def _source_line(error: Exception, source: str) -> str:
     lines = source.splitlines()
     if number is None or not 1 <= number <= len(lines):
         return ""
-    return f"  (line {number}: {shortened(lines[number - 1].strip(), _MOST_LINE)})"
+    return f"  (line {number}: `{shortened(lines[number - 1].strip(), _MOST_LINE)}`)"

@@ -26,8 +26,9 @@ ADVICE = {
     "use_dora=true": "The only adapters are LoRA's, which add B A to a weight; DoRA and other variants are not "
     "supported.",
     "lora.modules_to_save=lm_head": "Beside adapters, lora.train_embeddings and lora.train_head train whole weights.",
-    "load_in_4bit=true": "model.base_dtype keeps frozen weights beside adapters in 4 bits (nf4), or in the low bits of "
-    "their files (as_stored); it computes in run.precision, and does not quantise the scales of nf4.",
+    "load_in_4bit=true": "Remove it if it is false.  Else write model.base_dtype=nf4 (4 bits), or as_stored for the "
+    "low bits of the files; the scales of nf4 are not quantised, and products are in run.precision.",
+    "lora_target_linear=true": "Remove it: lora.targets is all-linear by default.",
     "deepspeed=a.json": "parallel.shard divides optimizer states, gradients and weights among ranks of dp x cp; "
     "DeepSpeed and FSDP are not used.",
     "data_parallel_sharding_strategy=optim_grads_params": "It is called parallel.shard here, which takes one of "

@@ -186,7 +186,7 @@ def test_a_target_that_exists(made: Make, tmp_path: Path) -> None:
         for work in (import_hf, export_hf):
             origin = source if work is import_hf else tmp_path / "imported"
             told = refused(lambda: work(origin, target, QUIET), target)  # noqa: B023
-            assert told == f"{target} exists; nothing was written.  Remove it, or name another folder."
+            assert told == f"{target} exists; nothing was written.  Name a folder that does not exist."
 
 
 def test_a_disk_too_small_or_full(made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

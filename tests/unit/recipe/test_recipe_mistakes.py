@@ -182,7 +182,7 @@ def test_a_misspelt_key_is_not_missing_as_well() -> None:
         "unknown key data.seq_lenght (a.yaml, line 10).  Did you mean data.seq_length?"
     ]
     assert refusal_lines(RECIPE.replace("optim:", "optimizer:")) == [
-        "unknown key optimizer (a.yaml, line 12).  The optimizer is optim.name, AdamW or Muon, and its keys are those "
+        "unknown key optimizer (a.yaml, line 12).  The optimizer is optim.name, adamw or muon, and its keys are those "
         "of optim."
     ]
 

@@ -299,7 +299,7 @@ def test_the_commands(made: Make, tmp_path: Path, capsys: pytest.CaptureFixture[
     (there / "hf").rename(tmp_path / "moved")
     assert sft("export", there, back, "--hf", tmp_path / "moved", "--verify", "size") == (0, "")
     assert same(tensors(source), tensors(back))
-    refusal = f"CheckpointError: {there} exists; nothing was written.  Remove it, or name another folder.\n"
+    refusal = f"CheckpointError: {there} exists; nothing was written.  Name a folder that does not exist.\n"
     assert sft("import", source, there) == (2, refusal)
     code, refusal = sft("export", there, tmp_path / "other", "run.seed=1")
     assert code == 2 and "unexpected argument run.seed=1" in refusal

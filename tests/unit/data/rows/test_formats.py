@@ -170,11 +170,11 @@ BAD_ROWS: list[tuple[object, str]] = [
     # Forms
     ({"message": []}, KNOWN + "message."),
     ({"question": "q", "answer": "a"}, KNOWN + "question, answer.  If question is the prompt and answer its answer, "
-     "name them prompt and completion, or in data.train give the dataset columns: {prompt: question, completion: "
-     "answer}."),
+     "name them prompt and completion, or give the dataset (a hub name, or a folder with this file) columns: {prompt: "
+     "question, completion: answer}."),
     ({"prompt": "q", "chosen": "a", "rejected": "b"}, KNOWN + "prompt, chosen, rejected.  Preferences are not trained; "
-     "the chosen answer alone can be: name it completion, or in data.train give the dataset columns: {prompt: prompt, "
-     "completion: chosen}."),
+     "the chosen answer alone can be: name it completion, or give the dataset (a hub name, or a folder with this file) "
+     "columns: {prompt: prompt, completion: chosen}."),
     ({"messages": None, "body": "a"}, KNOWN + "messages (null), body."),
     ({"messages": {"role": ["user"], "content": []}}, "messages must be a list of at least one message; got an object"),
     (talk(USER, ANSWER, prompt="a", completion="b"), "the row has messages as well as prompt and completion," + TWICE),

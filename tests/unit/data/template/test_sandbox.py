@@ -261,7 +261,7 @@ def test_an_error_shows_its_line(source: str, complaint: str | None) -> None:
         render(source)
     line = source.splitlines()[1]
     shown = line if len(line) <= 120 else line[:117] + "..."
-    place = f"  (line 2: {shown})"
+    place = f"  (line 2: `{shown}`)"
     assert str(error.value).endswith(place) and len(str(error.value)) < 300
     if complaint is not None:
         assert str(error.value) == f"chat template chat.jinja {complaint.replace('@', place)}"

@@ -126,10 +126,11 @@ def changes(
     refused = {key: text for key, text in _differences(before["plan"], now.plan) if key not in not_compared}
     recipe = dict(_differences(_with_defaults(before["recipe"], now.recipe), now.recipe))
     if "data" in refused:
-        refused["data"] = f"has other samples (digest {refused['data']})"
-    if "data" in refused and (old := [key for key in _BEFORE if key in recipe and key not in before["recipe"]]):
-        same = f"{old[0]} = {str(_BEFORE[old[0]]).lower()} gives the same tokens and masks"
-        refused["data"] += f" (the run began before {old[0]} existed: {same})"
+        old, note = [key for key in _BEFORE if key in recipe and key not in before["recipe"]], ""
+        if old:
+            same = f"{old[0]} = {str(_BEFORE[old[0]]).lower()} gives the same tokens and masks"
+            note = f"; the run began before {old[0]} existed, and {same}"
+        refused["data"] = f"has other samples (digest {refused['data']}{note})"
     refused |= model_changes(before, now.recipe)
     refused |= {key: recipe[key] for key in _TRAINED if key in recipe}
     known = {*before["plan"], *now.plan, *filter(_describes_model, [*before["recipe"], *now.recipe])}

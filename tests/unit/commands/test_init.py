@@ -128,7 +128,7 @@ def test_one_process_for_several_ranks(run, tiny: Path) -> None:
     recipe = f"run: {{dir: a}}\nmodel: {{hf: {tiny}/model}}\ndata: {{train: {tiny}/chats.jsonl, seq_length: 64}}\n"
     Path("a.yaml").write_text(recipe + "train: {num_steps: 1, global_batch_size: 2}\noptim: {lr: 1e-5}\n")
     code, text = run("train", "a.yaml", "parallel.cp=2")
-    assert code == 2 and "On one machine, start sft train a.yaml --processes 2; on several" in text
+    assert code == 2 and "On one machine: sft train a.yaml parallel.cp=2 --processes 2; on several" in text
 
 
 def test_half_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:

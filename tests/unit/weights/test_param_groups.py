@@ -98,7 +98,7 @@ def test_weight_decay_of_norms(text: str) -> None:
         ),
         ("{params: [norm], lr_ratio: 0}", "}]); expected a number above 0.0."),
         ("{params: norm, lr_ratio: 2.0}", "}]); expected a list of names, not empty."),
-        ("{params: [norm], lr: 1e-5}", "Keys of optim.groups[0]: params, lr_ratio, weight_decay."),
+        ("{params: [norm], lr: 1e-5}", "Did you mean lr_ratio?"),
         ("norm", "expected a list, each a group of the keys params, lr_ratio, weight_decay."),
     ],
 )

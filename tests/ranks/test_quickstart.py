@@ -18,6 +18,7 @@ from tools.make_tiny_model import TEMPLATE
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/start/quickstart.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 # The run of the page, except that its model comes from a hub, and one process trains it.
 FROM_HUB = """
 sft train quickstart.yaml model.hf=org/tiny run.dir=runs/hub data.cache_dir=runs/quickstart/cache train.num_steps=2 \\
@@ -76,6 +77,8 @@ def test_every_command_of_the_page_runs(
     outputs = [shell(block) for block in blocks]
     (quoted,) = re.findall(r"^```text\n(weights .*\n)```$", PAGE, re.MULTILINE)
     assert quoted in outputs[3]
+    (preview,) = re.findall(r"^\$ sft data inspect quickstart.yaml --samples 1\n(.*?)```$", README, re.M | re.S)
+    assert preview in outputs[4]
     trained = losses(tmp_path / "runs/quickstart")
     assert len(trained) == 10 and trained[-1] < trained[0]
     assert "<|im_start|>assistant" in outputs[-1]  # the text that the exported model writes
@@ -93,8 +96,7 @@ def test_every_command_of_the_page_runs(
 
 def five_lines() -> list[str]:
     """The commands of the README, without comments."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (lines,) = re.findall(r"^```bash\n(sft check .*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (lines,) = re.findall(r"^```bash\n(sft check .*?)^```$", README, re.MULTILINE | re.DOTALL)
     return [line.partition(" #")[0].rstrip() for line in lines.splitlines()]
 
 

@@ -1,5 +1,8 @@
 """What a person would say about a recipe: rates, batches, padding, memory; and no problem that follows from another."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -9,6 +12,7 @@ from sft.errors import ConfigError
 from sft.recipe.load import parse_recipe
 from sft.recipe.run_checks import check_run, wasteful_multiple
 
+ROOT = Path(__file__).resolve().parents[3]
 WIDE = """\
 run: {dir: runs/a, device: auto}
 model: {num_layers: 2, hidden_size: 4096, ffn_hidden_size: 8192, num_attention_heads: 32, init_from: x}
@@ -101,3 +105,12 @@ def test_memory_without_a_gpu(tmp_path, monkeypatch, capsys, layers: int, said: 
     assert main(["check", "a.yaml", "--no-data", *words]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "a rank needs" in line]
     assert len(lines) == (said is not None) and (said is None or said in lines[0]), lines
+
+
+def test_the_refusal_in_the_readme(released_models: None, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("recipes").symlink_to(ROOT / "recipes")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (quoted,) = re.findall(r"^\$ sft (check .*?)\n\n", readme, re.MULTILINE | re.DOTALL)
+    command, _, refusal = quoted.partition("\n")
+    assert main(command.split()) == 2
+    assert " ".join(refusal.split()) == " ".join(capsys.readouterr().err.split())

@@ -242,7 +242,8 @@ def _memory_warning(recipe: "Recipe", layout: "Layout", rows: int, trained: "Tra
         return
     most = usable[COMMON[-1]] / GIB
     fits = f"fits {' and '.join(fitting)} only" if fitting else f"fits no common GPU ({COMMON[-1]}: {most:,.0f} usable)"
-    advice = f"sft check {recipe.arguments} --gpu {COMMON[0]} names the cheapest change that fits"
+    options = f"--world-size {layout.world_size} --gpu {COMMON[0]}"
+    advice = f"sft check {recipe.arguments} {options} names the cheapest change that fits"
     yield Topic(_WARNING, [f"a rank needs {needed / GIB:,.0f} GiB (predicted), which {fits}; {advice}"])
 
 

@@ -78,7 +78,7 @@ def ready(recipe: Recipe, source: str | None, *, quiet: bool = False) -> Layout:
             f"data.eval ({recipe.origins['data.eval']}) names no held-out set, so there is nothing to score.  Give "
             "data.eval=FILE, or data.eval={NAME: FILE, ...} for several sets."
         )
-    layout = resolve_layout(recipe, launched_world_size() or 1)
+    layout = resolve_layout(recipe, launched_world_size() or 1, "eval")
     check_paths(recipe, trains=False)
     check_source(source)
     if os.environ.get("RANK", "0") == "0":  # the other ranks wait for this rank when they join the process group

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import sys
 from argparse import Namespace
 from dataclasses import asdict
@@ -59,6 +58,7 @@ def prepare(arguments: Namespace) -> None:
     recipe = read_recipe(arguments)
 
     from sft.api.data import prepare as prepare_data
+    from sft.recipe.layout import train_command
 
     prepared = prepare_data(recipe, verify=arguments.verify, sweep=arguments.sweep, quiet=arguments.quiet)
     if arguments.sweep:
@@ -66,7 +66,7 @@ def prepare(arguments: Namespace) -> None:
         freed = sum(prepared.removed.values())
         print_group("sweep", [*lines, f"{prepared.cache_dir}: {size(freed)} freed"])
     if not arguments.quiet:
-        show_next(f"sft train {shlex.join([arguments.recipe, *arguments.overrides])}")
+        show_next(train_command(recipe))
 
 
 def inspect(arguments: Namespace) -> None:

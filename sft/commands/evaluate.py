@@ -66,8 +66,10 @@ def evaluate(arguments: Namespace) -> None:
 
 
 def _show_next(recipe: "Recipe", arguments: Namespace, *, is_trained: bool) -> None:
+    from sft.recipe.layout import train_command
+
     if arguments.source is None and not is_trained:  # the weights from which the run starts
-        show_next(f"sft train {shlex.join([arguments.recipe, *arguments.overrides])}")
+        show_next(train_command(recipe))
     elif recipe.config.model.hf is not None:
         show_next(f"sft generate {shlex.quote(arguments.source or recipe.config.run.dir)} --prompt TEXT")
 
@@ -101,7 +103,7 @@ def _evaluate_long(recipe: "Recipe", arguments: Namespace) -> None:
     settings = suite_settings(recipe)
     before = None if arguments.before is None else read_scores("--before", arguments.before)
     recipe = asking(recipe, settings)
-    layout = resolve_layout(recipe, launched_world_size() or 1)
+    layout = resolve_layout(recipe, launched_world_size() or 1, "eval")
     check_paths(recipe, trains=False)
     check_source(arguments.source)
     is_first = os.environ.get("RANK", "0") == "0"

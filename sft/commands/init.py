@@ -95,7 +95,7 @@ def _plan(arguments: Namespace) -> int:
         return 2
     result.write(file, has_comments=True)
     print_group("recipe", [f"{file}, for {arguments.gpus} x {arguments.gpu} (predicted, not measured)"])
-    _say_next(file)
+    _say_next(file, f" --world-size {arguments.gpus} --gpu {arguments.gpu}")
     return 0
 
 
@@ -114,5 +114,5 @@ def _write(file: Path, text: str) -> None:
         raise ConfigError(f"{file} cannot be written: {error.strerror}.") from error
 
 
-def _say_next(file: Path) -> None:
-    print_group("next", [f"set data.train in {file}, and run: sft check {file}"])
+def _say_next(file: Path, options: str = "") -> None:
+    print_group("next", [f"set data.train in {file}, and run: sft check {file}{options}"])

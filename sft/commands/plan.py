@@ -78,7 +78,8 @@ def plan(arguments: Namespace) -> int:
         progress().say(f"picture {arguments.picture}")
     if arguments.write is not None and reports[0].proposals:
         result.write(arguments.write)
-        progress().say(f"recipe {arguments.write}; `sft check {arguments.write}` shows what it does")
+        check = f"sft check {arguments.write} --world-size {counts[0]} --gpu {arguments.gpu}"
+        progress().say(f"recipe {arguments.write}; `{check}` shows what it does")
     return 0 if reports[-1].proposals else 2
 
 

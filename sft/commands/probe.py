@@ -44,7 +44,7 @@ def probe(arguments: Namespace) -> int:
     from sft.recipe.run_dir import download_weights
 
     recipe = read_recipe(arguments)
-    layout = resolve_layout(recipe, launched_world_size() or 1)
+    layout = resolve_layout(recipe, launched_world_size() or 1, f"probe {arguments.probe}")
     check_paths(recipe)
     if arguments.probe != "data":  # the other probes build the model
         download_weights(recipe)

@@ -40,7 +40,7 @@ def score(arguments: Namespace) -> None:
     # A recipe of a student may be scored, too.  The store then has no distributions.
     data = recipe.config.data.model_copy(update={"teacher": TeacherConfig()})
     recipe = replace(recipe, config=recipe.config.model_copy(update={"data": data}))
-    layout = resolve_layout(recipe, launched_world_size() or 1)
+    layout = resolve_layout(recipe, launched_world_size() or 1, "score")
     check_paths(recipe)
     check_source(source)
     if os.environ.get("RANK", "0") == "0":  # the other ranks wait for this rank when they join the process group

@@ -28,8 +28,7 @@ class ParallelConfig(Section):
     distributed_optimizer: bool = True
     """Shard optimizer states over dp x cp, and the states of an expert over the ranks that hold the expert."""
     shard: Shard = "optimizer"
-    """What is sharded over the ranks of dp x cp: optimizer states; gradients and optimizer states; or weights,
-    gradients and optimizer states."""
+    """Sharded over the ranks of dp x cp: optimizer (its states), gradients (these, too), or weights (all three)."""
     shard_size: Positive | None = None
     """With shard = gradients or weights: number of ranks of dp x cp that together hold one copy (HSDP); null: all."""
     overlap: bool = True

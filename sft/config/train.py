@@ -170,7 +170,7 @@ class OptimConfig(Section):
     """Optimizer.  muon: for the matrices of layers and for factors of LoRA; AdamW updates embedding, output weight,
     norms, biases, routers and convolutions."""
     lr: Annotated[float, Field(gt=0.0)]
-    """Peak learning rate."""
+    """Peak learning rate: often 1e-5 for all weights, and 2e-4 for LoRA."""
     min_lr: Annotated[float, Field(ge=0.0)] = 0.0
     """Learning rate at the last step (all schedules but constant)."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"

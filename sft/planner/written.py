@@ -37,7 +37,7 @@ def commented(keys: Keys) -> str:
     """The keys as YAML, one in a line, each below the first sentence of its meaning.
 
     optim:
-      # Peak learning rate.
+      # Peak learning rate: often 1e-5 for all weights, and 2e-4 for LoRA.
       lr: 1e-05
     """
     lines: list[str] = []

@@ -55,7 +55,7 @@ def meaning(key: str) -> str:
 
     optim.lr
         type     a number above 0.0; required
-        meaning  Learning rate after warm-up.
+        meaning  Peak learning rate: often 1e-5 for all weights, and 2e-4 for LoRA.
     """
     paragraphs, key = _renamed(key)
     names = [name for name in leaves() if name == key or name.startswith(f"{key}.")]

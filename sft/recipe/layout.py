@@ -9,8 +9,10 @@ from sft.parallel.layout import Layout
 from sft.recipe.resolved import Recipe
 
 
-def resolve_layout(recipe: Recipe, world_size: int | None) -> Layout:
+def resolve_layout(recipe: Recipe, world_size: int | None, command: str = "train") -> Layout:
     """The layout on `world_size` processes.  None means the smallest number of processes that holds the model.
+
+    command: the command of sft that needs the layout, for the advice how to start several processes
 
     Raises ConfigError with the problems of the layout, and the origins of the settings that cause these problems.
     """
@@ -25,11 +27,20 @@ def resolve_layout(recipe: Recipe, world_size: int | None) -> Layout:
         origins = ", ".join(f"{key} ({recipe.origins[key]})" for key in named)
         lines = [str(error), *([f"  Set in: {origins}."] if named else [])]
         if world_size == 1 and (least := smallest_world(recipe.config)) > 1:
+            start = train_command(recipe)
+            if command != "train":
+                start = f"torchrun --nproc-per-node {least} -m sft {command} {recipe.arguments}, with the same options"
             lines.append(
-                f"  This is one process, and the recipe needs {least}, or a multiple.  On one machine: sft train "
-                f"{recipe.arguments} --processes {least}; on several, start torchrun on each (docs/how-to/launch.md)."
+                f"  This is one process, and the recipe needs {least}, or a multiple.  On one machine: {start}; on "
+                "several, start torchrun on each (docs/how-to/launch.md)."
             )
         raise ConfigError("\n".join(lines)) from None
+
+
+def train_command(recipe: Recipe) -> str:
+    """The command that trains on one machine: `sft train a.yaml parallel.cp=2 --processes 2`"""
+    count = launched_world_size() or smallest_world(recipe.config)
+    return f"sft train {recipe.arguments}{f' --processes {count}' if count > 1 else ''}"
 
 
 def launched_world_size() -> int | None:

@@ -273,6 +273,10 @@ MISTAKES = {
         "  This is one process, and the recipe needs 2, or a multiple.  On one machine: sft train a.yaml "
         "parallel.cp=2 --processes 2; on several, start torchrun on each (docs/how-to/launch.md).\n",
     ),
+    "layout of a command without --processes": (
+        ["score", "a.yaml", "parallel.cp=2", "--out", "b"],
+        "On one machine: torchrun --nproc-per-node 2 -m sft score a.yaml parallel.cp=2, with the same options; on ",
+    ),
     "no processes": (
         ["check", "a.yaml", "--world-size", "0"],
         "ConfigError: 0 processes cannot hold a model.  The world size must be at least 1.\n",

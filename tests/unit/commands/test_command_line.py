@@ -42,7 +42,7 @@ def test_every_key_that_explain_names_is_answered(capsys: pytest.CaptureFixture[
 optim.lr = 1e-05
     from     a.yaml, line 13
     type     a number above 0.0; required
-    meaning  Peak learning rate.
+    meaning  Peak learning rate: often 1e-5 for all weights, and 2e-4 for LoRA.
 parallel.dp = 2
     from     derived: world_size / (tp * cp * pp), for 8 processes
     type     not a key

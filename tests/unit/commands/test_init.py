@@ -60,11 +60,11 @@ def test_a_recipe_for_a_model(run, tiny: Path) -> None:
     assert code == 0, text
     assert text.splitlines() == [
         "recipe  model_lora.yaml, for 2 x h100 (predicted, not measured)",
-        "next    set data.train in model_lora.yaml, and run: sft check model_lora.yaml",
+        "next    set data.train in model_lora.yaml, and run: sft check model_lora.yaml --world-size 2 --gpu h100",
     ]
     written = Path("model_lora.yaml").read_text()
     assert "# Launch:   sft train model_lora.yaml --processes 2" in written
-    assert "  # Peak learning rate.\n  lr: 0.0002\n" in written
+    assert "  # Peak learning rate: often 1e-5 for all weights, and 2e-4 for LoRA.\n  lr: 0.0002\n" in written
     config = load_recipe("model_lora.yaml").config
     assert (config.data.seq_length, config.lora.rank, config.data.train) == (1024, 16, ["a.jsonl"])
     assert run("init", "demo", "--model", "x")[0] == 2
@@ -73,7 +73,8 @@ def test_a_recipe_for_a_model(run, tiny: Path) -> None:
 def test_explain_without_a_recipe(run) -> None:
     assert run("explain", "optim.lr") == (
         0,
-        "optim.lr\n    type     a number above 0.0; required\n    meaning  Peak learning rate.\n",
+        "optim.lr\n    type     a number above 0.0; required\n"
+        "    meaning  Peak learning rate: often 1e-5 for all weights, and 2e-4 for LoRA.\n",
     )
     group = run("explain", "profile.memory", "parallel.dp", "train.max_bad_steps", "data.train.chat.weight")[1]
     assert "profile.memory.steps\n" in group and "it is world_size / (tp * cp * pp)" in group

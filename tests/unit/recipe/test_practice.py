@@ -95,7 +95,11 @@ def test_no_problem_follows_from_another() -> None:
         (2, None),
         # 36 layers of 4 x 4096^2 + 3 x 4096 x 8192 parameters x 18 bytes are 101 GiB: over 79, and below 139.
         (36, "GiB (predicted), which fits h200 and b200 only"),
-        (80, "which fits no common GPU (b200: 172 usable); sft check a.yaml model.num_layers=80 "),
+        (
+            80,
+            "which fits no common GPU (b200: 172 usable); sft check a.yaml model.num_layers=80 data.seq_length=4096 "
+            "train.recompute=full --world-size 1 --gpu h100 names",
+        ),
     ],
 )
 def test_memory_without_a_gpu(tmp_path, monkeypatch, capsys, layers: int, said: str | None) -> None:

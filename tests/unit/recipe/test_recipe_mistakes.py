@@ -209,7 +209,8 @@ def test_all_mistakes_at_once_in_the_order_of_the_file_then_the_command_line_the
         "Write 4.",
         "  6 of 7: parallel.virtual_stages = 2 (command line: parallel.virtual_stages=2) needs pp > 1; got pp = 1.  "
         "Raise pp, or leave virtual_stages at 1.",
-        "  7 of 7: optim.lr is missing from a.yaml; expected a number above 0.0.  Peak learning rate.",
+        "  7 of 7: optim.lr is missing from a.yaml; expected a number above 0.0.  "
+        "Peak learning rate: often 1e-5 for all weights, and 2e-4 for LoRA.",
     ]
 
 

@@ -57,6 +57,13 @@ def test_a_setting_without_effect_is_warned_of(overrides: tuple[str, ...], warni
     assert check_run(parsed(*overrides), **LONG) == [warning]
 
 
+def test_the_best_checkpoint_is_judged_without_data() -> None:
+    keys = ("data.eval=a.jsonl", "checkpoint.keep_best=eval/lm loss", "checkpoint.keep_last=2", "train.eval_every=10")
+    (warning,) = check_run(parsed(*keys, "checkpoint.save_every=15"))
+    assert warning.startswith("checkpoint.keep_best compares saved steps that are also evaluated")
+    assert check_run(parsed(*keys, "checkpoint.save_every=20")) == []
+
+
 def test_what_has_an_effect_is_not_warned_of() -> None:
     fits = [
         "checkpoint.save_every=32",

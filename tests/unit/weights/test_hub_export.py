@@ -115,6 +115,19 @@ def test_a_transfer_that_ends_at_any_request_publishes_nothing(
             assert len(sent_again) == len(site.writes.objects) - num_sent
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_files_of_another_program_are_not_taken_for_ours(site: Site, name: str) -> None:
+    """It publishes the same names meanwhile; a file, stored in LFS or not, differs in its last byte."""
+    ours, theirs = site.path / "export-checkpoint", site.path / "theirs"
+    shutil.copytree(ours, theirs)
+    (theirs / name).write_bytes(site.wanted[name][:-1] + b"?")
+    branch = hub_upload.open_branch(URL)
+    hub_upload.publish(branch, theirs, sorted(site.wanted), "Theirs")
+    with pytest.raises(hub_upload.ConfigError, match="another program changed the repository meanwhile"):
+        hub_upload.publish(branch, ours, sorted(site.wanted), "Ours")
+    assert site.content() == site.wanted | {name: (theirs / name).read_bytes()}
+
+
 def test_faults_that_pass_are_no_faults(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     """Also if the hub made the commit and its answer was lost."""
     getLogger("huggingface_hub").addHandler(caplog.handler)

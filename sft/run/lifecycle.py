@@ -215,11 +215,13 @@ def _refuse_own_disks(folder: Path, checkpoint: CheckpointConfig) -> None:
     if checkpoint.remote is None:
         needs = (
             "a checkpoint would be in parts on several disks.  Set checkpoint.remote=s3://BUCKET/PATH, through which "
+            "nodes with disks of their own share checkpoints"
         )
-        needs += "nodes with disks of their own share checkpoints"
     elif checkpoint.export_hf != "none":
-        needs = f"checkpoint.export_hf = {checkpoint.export_hf} reads whole checkpoints there.  Set "
-        needs += "checkpoint.export_hf=none, and export a copy of the last checkpoint after the run (sft export)"
+        needs = (
+            f"checkpoint.export_hf = {checkpoint.export_hf} reads whole checkpoints there.  Set "
+            "checkpoint.export_hf=none, and export a copy of the last checkpoint after the run (sft export)"
+        )
     else:
         return
     raise ConfigError(
